@@ -1,0 +1,369 @@
+"""The command line: each command is a thin layer over one public function.
+
+Results go to stdout, everything else to stderr.  Exit codes: 0 done, 1 failed, 2 wrong usage, 3 damaged data.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, is_dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from .errors import CorruptFileError, FormatError, UnweightError, VerificationError
+from .format.limits import FORMAT_VERSION
+from .kinds import KindRow
+from .progress import Bar
+from .version import __version__
+
+FAILED, USAGE, DAMAGED = 1, 2, 3
+
+app = typer.Typer(
+    name="unweight",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Lossless compression of BF16 language models: a third smaller, bit for bit the same weights.",
+)
+_out = Console(soft_wrap=True)
+_err = Console(stderr=True, soft_wrap=True)
+
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+Workers = Annotated[
+    int | None, typer.Option("--workers", min=1, help="Threads; by default as many as there are processors.")
+]
+Include = Annotated[
+    list[str] | None, typer.Option("--include", help="Pattern of tensor names to take; may be given again.")
+]
+Exclude = Annotated[
+    list[str] | None, typer.Option("--exclude", help="Pattern of tensor names to leave; may be given again.")
+]
+Token = Annotated[str | None, typer.Option("--token", help="Token for the Hub; by default the one of `hf auth login`.")]
+Revision = Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit on the Hub.")]
+ShardSize = Annotated[str, typer.Option("--max-shard-size", help="Like 5GB or 500MB.")]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"unweight {__version__} (format {FORMAT_VERSION})")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Library and format version.")
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show where an error comes from.")] = False,
+) -> None:
+    if debug:
+        logging.getLogger("unweight").setLevel(logging.DEBUG)
+
+
+@app.command()
+def convert(
+    src: Annotated[str, typer.Argument(help="Directory, .safetensors file, or id of a model on the Hub.")],
+    dst: Annotated[Path, typer.Argument(help="Directory of the bundle to make.")],
+    encoding: Annotated[str, typer.Option("--encoding", help="huffman (smallest) or palette (larger).")] = "huffman",
+    include: Include = None,
+    exclude: Exclude = None,
+    max_shard_size: ShardSize = "5GB",
+    workers: Workers = None,
+    verify: Annotated[bool, typer.Option(help="Decode every tensor again and compare.")] = True,
+    force: Annotated[bool, typer.Option("--force", help="Replace a bundle, or an unfinished conversion.")] = False,
+    revision: Revision = None,
+    stream: Annotated[
+        bool, typer.Option("--stream", help="Download, convert and drop one file of the Hub at a time.")
+    ] = False,
+    token: Token = None,
+    as_json: Json = False,
+) -> None:
+    """Convert a checkpoint to a bundle.  Run it again after an interruption: it goes on."""
+    from .conversion import convert as run
+
+    with _bar() as bar:
+        report = run(
+            src, dst, encoding=encoding, include=include or (), exclude=exclude or (), max_shard_size=max_shard_size,
+            workers=workers, verify=verify, force=force, revision=revision, stream=stream, token=token, progress=bar,
+        )  # fmt: skip
+    if as_json:
+        _print_json(asdict(report) | {"ratio": report.ratio})
+        return
+    for name in report.left_out:
+        _err.print(f"left out: {name} (other weights, or a link to a folder)", markup=False)
+    _print_kinds(report.kinds)
+    checked = "verified bit for bit" if report.verified else "not verified"
+    resumed = f", {report.resumed_shards} of them from an earlier run" if report.resumed_shards else ""
+    _out.print(
+        f"{_size(report.original_bytes)} -> {_size(report.stored_bytes)} ({report.ratio:.1%}), "
+        f"{report.tensors} tensors ({report.aliases} stored once more by reference), {report.shards} shards{resumed}, "
+        f"{checked}, {report.seconds:.1f} s: {report.path}",
+        markup=False, highlight=False,
+    )  # fmt: skip
+
+
+@app.command()
+def restore(
+    bundle: Annotated[Path, typer.Argument(help="Directory of the bundle.")],
+    dst: Annotated[Path, typer.Argument(help="Directory for the original files.")],
+    workers: Workers = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite files of the same names.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Rebuild the original files, each with its SHA-256."""
+    from .restoration import restore as run
+
+    with _bar() as bar:
+        report = run(bundle, dst, workers=workers, force=force, progress=bar)
+    if as_json:
+        _print_json(report)
+        return
+    _out.print(
+        f"{len(report.files)} files, {_size(report.size)}, every SHA-256 as it was, {report.seconds:.1f} s: "
+        f"{report.path}",
+        markup=False, highlight=False,
+    )  # fmt: skip
+
+
+@app.command()
+def decompress(
+    bundle: Annotated[Path, typer.Argument(help="Directory of the bundle.")],
+    dst: Annotated[Path, typer.Argument(help="Directory for the plain checkpoint.")],
+    include: Include = None,
+    exclude: Exclude = None,
+    max_shard_size: ShardSize = "5GB",
+    workers: Workers = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite files of the same names.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Write a plain checkpoint, for tools that know nothing of bundles."""
+    from .restoration import decompress_bundle as run
+
+    with _bar() as bar:
+        report = run(
+            bundle, dst, include=include or (), exclude=exclude or (), max_shard_size=max_shard_size, workers=workers,
+            force=force, progress=bar,
+        )  # fmt: skip
+    if as_json:
+        _print_json(report)
+        return
+    _out.print(
+        f"{len(report.files)} files, {_size(report.size)}, {report.seconds:.1f} s: {report.path}",
+        markup=False, highlight=False,
+    )  # fmt: skip
+
+
+@app.command()
+def verify(
+    bundle: Annotated[Path, typer.Argument(help="Directory of the bundle.")],
+    against: Annotated[
+        Path | None, typer.Option("--against", help="Original directory or file, to compare bit for bit.")
+    ] = None,
+    deep: Annotated[bool, typer.Option("--deep", help="Decode everything; check the original SHA-256 sums.")] = False,
+    workers: Workers = None,
+    as_json: Json = False,
+) -> None:
+    """Check every checksum of a bundle, and on demand every bit."""
+    from .verification import verify as run
+
+    with _bar() as bar:
+        report = run(bundle, against=against, deep=deep, workers=workers, progress=bar)
+    if as_json:
+        _print_json(report)
+        return
+    what = f"equal to {report.against}, bit for bit" if report.against else "every checksum is right"
+    if report.decoded and not report.against:
+        what += ", and so is every original SHA-256"
+    _out.print(
+        f"{report.tensors} tensors in {report.shards} shards, {_size(report.stored_bytes)}: {what} "
+        f"({report.seconds:.1f} s)",
+        markup=False, highlight=False,
+    )  # fmt: skip
+
+
+@app.command()
+def inspect(
+    bundle: Annotated[str, typer.Argument(help="Directory, or id of a bundle on the Hub.")],
+    tensor: Annotated[str | None, typer.Option("--tensor", help="Show one tensor in detail.")] = None,
+    tensors: Annotated[bool, typer.Option("--tensors", help="List all tensors.")] = False,
+    plot: Annotated[Path | None, typer.Option("--plot", help="Write a picture, e.g. out.png.")] = None,
+    revision: Revision = None,
+    token: Token = None,
+    as_json: Json = False,
+) -> None:
+    """Look into a bundle: only headers are read, also over the network."""
+    from .inspection import inspect as run
+
+    try:
+        result = run(bundle, tensor=tensor, payloads=plot is not None, revision=revision, token=token)
+    except KeyError as error:
+        raise UnweightError(f"{error.args[0]}; list them with --tensors.") from None
+    if plot is not None:
+        from .plot import plot_inspection
+
+        plot_inspection(result, plot)
+        _err.print(f"wrote {plot}", markup=False, highlight=False)
+    if as_json:
+        _print_json(result)
+        return
+    if tensor is not None:
+        _print_tensor(result, tensor)
+        return
+    _out.print(
+        f"{result.path}: format {result.format_version}, made by {result.created_by}, {len(result.tensors)} tensors, "
+        f"{result.shards} shards, {_size(result.original_bytes)} -> {_size(result.stored_bytes)} ({result.ratio:.1%})",
+        markup=False, highlight=False,
+    )  # fmt: skip
+    _print_kinds(result.kinds)
+    if tensors:
+        table = Table("tensor", "dtype", "shape", "stored as", box=None)
+        table.add_column("bytes", justify="right")
+        table.add_column("bits/weight", justify="right")
+        for t in result.tensors:
+            stored = f"= {t.alias}" if t.alias else t.encoding
+            bits = "" if t.alias else f"{t.bits_per_weight:.3f}"
+            table.add_row(t.name, t.dtype, "x".join(map(str, t.shape)) or "scalar", stored, str(t.stored_bytes), bits)
+        _out.print(table)
+
+
+@app.command()
+def demo(
+    directory: Annotated[
+        Path | None, typer.Argument(help="Where to keep the files; by default they are temporary.")
+    ] = None,
+    workers: Workers = None,
+    as_json: Json = False,
+) -> None:
+    """The whole way once on SmolLM2-135M: convert, verify, restore, compare, generate."""
+    from .demo import run_demo
+
+    with _bar() as bar:
+        report = run_demo(None if directory is None else str(directory), workers=workers, progress=bar)
+    if as_json:
+        _print_json(report)
+        return
+    _print_kinds(report.conversion.kinds)
+    _out.print(
+        f"{report.model}: {_size(report.conversion.original_bytes)} -> {_size(report.conversion.stored_bytes)} "
+        f"({report.conversion.ratio:.1%})",
+        markup=False, highlight=False,
+    )  # fmt: skip
+    for name, digest in report.sha256.items():
+        _out.print(f"restored {name}: SHA-256 {digest[:16]}... equal", markup=False, highlight=False)
+    _out.print(f"> {report.prompt}\n{report.answer}", markup=False, highlight=False)
+
+
+def main() -> None:
+    """Run the command line; known errors become one line and an exit code."""
+    debug = "--debug" in sys.argv
+    try:
+        app(standalone_mode=False, prog_name="unweight")
+    except typer.Exit as done:
+        sys.exit(done.exit_code)
+    except (typer.Abort, KeyboardInterrupt):
+        _fail("interrupted. Run the same command again: a conversion goes on after its last finished shard.", 130)
+    except Exception as error:
+        if debug:
+            raise
+        if hasattr(error, "show") and hasattr(error, "exit_code"):  # a usage error of the command line's library
+            error.show()
+            sys.exit(error.exit_code)
+        _fail(*_explain(error))
+
+
+def _explain(error: Exception) -> tuple[str, int]:
+    """The message for an error, and the exit code."""
+    match error:
+        case VerificationError():
+            lines = [f"  {line}" for line in error.differences[:20]]
+            return "\n".join([str(error), *lines]), DAMAGED
+        case CorruptFileError():
+            return str(error), DAMAGED
+        case FormatError() | UnweightError():
+            return str(error), FAILED
+        case ValueError():
+            return str(error), USAGE
+        case OSError():
+            return f"{error.strerror or error}: {error.filename or ''}".rstrip(": "), FAILED
+        case MemoryError():
+            return "out of memory. Use fewer --workers.", FAILED
+        case _:
+            return f"{type(error).__name__}: {error}. This is a defect; --debug shows where it comes from.", FAILED
+
+
+def _fail(message: str, code: int) -> None:
+    typer.echo(f"Error: {message}", err=True)
+    sys.exit(code)
+
+
+@contextmanager
+def _bar() -> Iterator[Bar]:
+    with Bar(_err) as bar:
+        yield bar
+
+
+def _print_json(value: Any) -> None:
+    typer.echo(
+        json.dumps(asdict(value) if is_dataclass(value) and not isinstance(value, type) else value, ensure_ascii=False)
+    )
+
+
+def _print_kinds(rows: list[KindRow]) -> None:
+    table = Table("kind", box=None)
+    for column in ("tensors", "weights", "bytes", "bits/weight", "share"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        bits = f"{row.bits_per_weight:.3f}" if row.elements else "-"
+        table.add_row(row.kind, str(row.count), f"{row.elements:,}", _size(row.stored_bytes), bits, f"{row.share:.1%}")
+    _out.print(table)
+
+
+def _print_tensor(result: Any, name: str) -> None:
+    facts = next(t for t in result.tensors if t.name == name)
+    shape = "x".join(map(str, facts.shape)) or "scalar"
+    stored = f"the same as {facts.alias}" if facts.alias else f"{facts.encoding}, {facts.stored_bytes} bytes"
+    _out.print(
+        f"{name}: {facts.dtype} {shape}, {facts.original_bytes} bytes; stored as {stored}",
+        markup=False,
+        highlight=False,
+    )
+    for payload in result.payloads:
+        if payload.rows is not None:
+            _out.print(
+                f"raw rows: {payload.raw_rows} of {payload.rows}; steps of a lane: {payload.steps}", highlight=False
+            )
+            table = Table(box=None)
+            for column in ("exponent", "code length", "weights", "share"):
+                table.add_column(column, justify="right")
+            total = sum(use.count for use in payload.exponents) or 1
+            for use in payload.exponents:
+                length = "4 (fixed)" if use.code_length is None else str(use.code_length)
+                table.add_row(str(use.exponent), length, str(use.count), f"{use.count / total:.3%}")
+            _out.print(table)
+        table = Table("section", box=None)
+        table.add_column("bytes", justify="right")
+        for section, length in payload.sections.items():
+            table.add_row(section, str(length))
+        _out.print(table)
+
+
+def _size(size: int) -> str:
+    value = float(size)
+    for unit in ("B", "kB", "MB", "GB"):
+        if value < 1000:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1000
+    return f"{value:.2f} TB"
+
+
+if __name__ == "__main__":
+    main()
