@@ -94,6 +94,7 @@ FIXED_HEADER_SIZE = 88
 MAX_HEADER_SIZE = 4096
 MAX_RANK = 32
 MAX_ELEMENT_COUNT = 2**40
+MAX_WINDOW_SIZE = 8 * 2**20
 
 
 @dataclass(frozen=True)
@@ -196,6 +197,7 @@ def read_header(data: bytes) -> Header:
     require(rank <= MAX_RANK, "PAY-7", f"the rank is {rank}")
     require(element_count == math.prod(shape), "PAY-7", f"{element_count} elements in the shape {shape}")
     require(element_count <= MAX_ELEMENT_COUNT, "PAY-7", f"{element_count} elements are too many")
+    require(all(size <= MAX_ELEMENT_COUNT for size in shape), "PAY-7", f"a dimension of {shape} is too large")
     require(dtype in DTYPE_BITS, "PAY-8", f"there is no dtype {dtype!r}")
     bits = element_count * DTYPE_BITS[dtype]
     require(bits % 8 == 0, "PAY-9", f"{element_count} elements of {dtype} are not a whole number of bytes")
@@ -493,6 +495,7 @@ def decode_piece(piece: bytes, wanted: int) -> bytes:
     except reference_zstd.ZstdError as error:
         raise Corrupt("ZST-4", f"a piece is no frame: {error}") from error
     require(frame.dictionary_id == 0, "ZST-4", f"a frame needs the dictionary {frame.dictionary_id}")
+    require(frame.window_size <= MAX_WINDOW_SIZE, "ZST-4", f"a frame has a window of {frame.window_size} bytes")
     require(frame.content_size is not None, "ZST-4", "a frame does not state its content size")
     require(frame.content_size == wanted, "ZST-4", f"a frame states {frame.content_size} bytes for {wanted} units")
     try:
@@ -855,6 +858,7 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     for path in paths:
         require(path_is_valid(path), "BUN-4", f"the path {path!r} is not allowed")
     require(len(set(paths)) == len(paths), "BUN-4", "a path stands twice in the manifest")
+    require(not {MANIFEST, INDEX} & set(paths), "BUN-4", "a path is the manifest's or the index's")
     return manifest
 
 
@@ -970,7 +974,7 @@ def check_storage(storage: dict[str, Any], keys: dict[str, HeaderTensor]) -> Non
         else:
             require(isinstance(value, str), "BUN-10", f"`{ways[0]}` of {key!r} is not a string")
         if last_component(key).startswith(PAYLOAD_PREFIX):
-            require("encoding" in member, "BUN-10", f"{key!r} must be a payload tensor")
+            require("plain_crc32" not in member, "BUN-10", f"{key!r} must not be a plain tensor")
     for key, member in storage.items():
         if "alias" in member:
             target = member["alias"]
@@ -1071,6 +1075,7 @@ def read_bundle(directory: str | Path) -> Bundle:
     keys: dict[str, HeaderTensor] = {}
     for source in sources:
         for name, header_tensor in source.tensors.items():
+            require(source.prefix + name != "__metadata__", "BUN-9", "a key is called __metadata__")
             require(source.prefix + name not in keys, "BUN-9", f"two sources have {source.prefix + name!r}")
             keys[source.prefix + name] = header_tensor
     storage = manifest["tensors"]

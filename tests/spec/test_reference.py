@@ -7,8 +7,9 @@
 5. The vectors hold every BF16 bit pattern, for both BF16 encodings.
 6. Every prefix of a payload is refused as truncated, and every changed bit is noticed.
 7. A caller can limit the size of what is decoded.
-8. The script does the same from the command line.
-9. The decoder stands alone: it imports NumPy, the standard library and its sibling.
+8. Paths are allowed or not as format.md 4.1 says.
+9. The script does the same from the command line.
+10. The decoder stands alone: it imports NumPy, the standard library and its sibling.
 """
 
 import ast
@@ -125,6 +126,48 @@ def test_decoded_size_can_be_limited(ref):
     assert len(ref.decode_payload(data, size_limit=300_000).data) == 300_000
     with pytest.raises(ValueError, match="limit is 299999"):
         ref.decode_payload(data, size_limit=299_999)
+
+
+PATHS = {
+    "model.safetensors": True,
+    "a/b/c": True,
+    "..a": True,
+    "a..": True,
+    "...": True,
+    ".hidden": True,
+    "a b~!": True,
+    "größe/层": True,
+    "a/b:c": True,
+    "\u00a0": True,
+    "ö" * 512: True,
+    "m" * 1025: False,
+    "ö" * 512 + "m": False,
+    "": False,
+    "/": False,
+    "/a": False,
+    "a/": False,
+    "a//b": False,
+    ".": False,
+    "..": False,
+    "a/..": False,
+    "./a": False,
+    "a/./b": False,
+    "a\\b": False,
+    "c:a": False,
+    "c:/a": False,
+    ":": False,
+    "a\0": False,
+    "a\x1fb": False,
+    "a\x7fb": False,
+    "a\x80b": False,
+    "a\x9fb": False,
+    "a\ud800b": False,
+}
+
+
+@pytest.mark.parametrize(("path", "allowed"), [pytest.param(p, a, id=ascii(p)[:30]) for p, a in PATHS.items()])
+def test_paths(ref, path, allowed):
+    assert ref.path_is_valid(path) == allowed
 
 
 def run(*arguments):
