@@ -34,8 +34,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Lossless compression of BF16 language models: a third smaller, bit for bit the same weights.",
 )
-_out = Console(soft_wrap=True)
-_err = Console(stderr=True, soft_wrap=True)
+_out = Console(soft_wrap=True, markup=False, emoji=False, highlight=False)
+_err = Console(stderr=True, soft_wrap=True, markup=False, emoji=False, highlight=False)
 
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 Workers = Annotated[
@@ -266,7 +266,8 @@ def main() -> None:
     """Run the command line; known errors become one line and an exit code."""
     debug = "--debug" in sys.argv
     try:
-        app(standalone_mode=False, prog_name="unweight")
+        if app(standalone_mode=False, prog_name="unweight") == 130:  # what typer makes of a KeyboardInterrupt
+            raise KeyboardInterrupt
     except typer.Exit as done:
         sys.exit(done.exit_code)
     except (typer.Abort, KeyboardInterrupt):

@@ -471,6 +471,10 @@ def _plan(checkpoint: Checkpoint, limit: int) -> list[_PlannedSource]:
         planned.append(_PlannedSource(file, header, prefix, shards))
     if number > 99_999:
         raise CheckpointError(f"{number} shards are more than the format's 99,999: raise --max-shard-size.")
+    ours = {limits.MANIFEST, limits.INDEX, *(shard_name(i, number) for i in range(1, number + 1))}
+    for file in [*checkpoint.weights, *checkpoint.others]:
+        if file.path in ours:
+            raise CheckpointError(f"{file.path!r} has the name of a file of bundles; rename it.")
     return planned
 
 

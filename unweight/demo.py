@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
+import io
 import tempfile
 import time
 from dataclasses import dataclass
@@ -80,7 +81,6 @@ def smollm2_checkpoint(destination: str | Path) -> None:
         MissingDependencyError: the extra ``demo`` isn't installed.
         CheckpointError: the model can't be had.
     """
-    os.environ.setdefault("TQDM_DISABLE", "1")  # the GGUF reader's bar; read when tqdm is imported
     try:
         import gguf  # noqa: F401
         import torch
@@ -90,7 +90,10 @@ def smollm2_checkpoint(destination: str | Path) -> None:
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     path = model_file(SMOLLM2)
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.bfloat16)
+    with contextlib.redirect_stderr(io.StringIO()):  # the GGUF reader's bar has no switch
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(
+            path.parent, gguf_file=path.name, dtype=torch.bfloat16
+        )
     tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     config = loaded.config
     # transformers doesn't save a model that it has loaded from GGUF; a fresh one with the same weights it does.

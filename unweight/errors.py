@@ -15,19 +15,21 @@ class FormatError(UnweightError, ValueError):
 
 
 class UnsupportedVersionError(FormatError):
-    """The file has a major version that this release doesn't read."""
+    """The file has a major version that this release doesn't read; ``rule`` is the specification's."""
 
-    def __init__(self, what: str, found: int, supported: int) -> None:
+    def __init__(self, what: str, found: int, supported: int, *, rule: str) -> None:
         super().__init__(f"{what} has format version {found}; this release reads {supported}. Upgrade unweight.")
+        self.rule = rule
         self.found = found
         self.supported = supported
 
 
 class UnsupportedFeatureError(FormatError):
-    """The file needs a feature, or an encoding, that this release doesn't know."""
+    """The file needs a feature, or an encoding, that this release doesn't know; ``rule`` is the specification's."""
 
-    def __init__(self, what: str, feature: str) -> None:
+    def __init__(self, what: str, feature: str, *, rule: str) -> None:
         super().__init__(f"{what} needs {feature!r}, which this release doesn't know. Upgrade unweight.")
+        self.rule = rule
         self.feature = feature
 
 

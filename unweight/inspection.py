@@ -8,7 +8,7 @@ from pathlib import Path
 
 from .errors import CheckpointError
 from .format import limits
-from .format.bundle import Bundle, DirectoryStore, is_bundle
+from .format.bundle import Bundle, is_bundle, open_directory
 from .format.encodings import HuffmanParameters, RowParameters
 from .format.payload import Payload
 from .hub_access import HubStore, parse_repo_id
@@ -115,7 +115,7 @@ def open_anywhere(bundle: str | os.PathLike[str], *, revision: str | None = None
     if path.exists():
         if not is_bundle(path):
             raise CheckpointError(f"{str(path)!r} is not an unweight bundle: it has no {limits.MANIFEST}.")
-        return Bundle(DirectoryStore(path))
+        return open_directory(path)
     repo_id = parse_repo_id(str(bundle))
     if repo_id is None:
         raise CheckpointError(f"no directory {str(bundle)!r}, and it isn't the name of a model on the Hub.")

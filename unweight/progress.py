@@ -57,6 +57,7 @@ class Bar:
             rich_progress.TimeRemainingColumn(),
             console=console,
             transient=True,
+            disable=not console.is_terminal,
         )
         self._task: rich_progress.TaskID | None = None
         self._stored = 0

@@ -196,8 +196,8 @@ class TensorSlice:
 
     def __getitem__(self, index: Index) -> torch.Tensor:
         """Index as a torch tensor is indexed; an integer or a slice for the first dimension limits what is decoded."""
-        first, *rest = index if isinstance(index, tuple) else (index,)
-        if not self._entry.shape or not isinstance(first, int | slice):
+        first, *rest = index if isinstance(index, tuple) and index else (index,)
+        if not self._entry.shape or isinstance(first, bool) or not isinstance(first, int | slice):
             return self._file.get_tensor(self._name)[index]
         rows = self._entry.shape[0]
         if isinstance(first, slice):

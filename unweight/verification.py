@@ -125,8 +125,8 @@ def _compare(bundle: Bundle, against: Path, pool: Pool, progress: Progress) -> N
         extra = {p.relative_to(root).as_posix() for p in root.rglob("*.safetensors")} - known
         differences += [f"{path}: not in the bundle" for path in sorted(extra) if not path.startswith(".")]
     if differences:
+        count = f"{len(differences)} difference" + "s" * (len(differences) > 1)
         raise VerificationError(
-            f"{bundle.store.describe()} isn't the bundle of {str(against)!r}: {len(differences)} differences, "
-            f"the first: {differences[0]}",
+            f"{bundle.store.describe()} isn't the bundle of {str(against)!r}: {count}, the first: {differences[0]}",
             differences,
         )

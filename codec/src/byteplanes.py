@@ -10,6 +10,7 @@ import zstandard
 from .planes import U8
 
 LEVEL = 3
+MAX_WINDOW = 8 << 20
 MAGIC = bytes.fromhex("28b52ffd")  # a skippable frame has another
 _local = threading.local()
 
@@ -46,6 +47,8 @@ def decode_piece(piece: U8, stored: bool, planes: int, plane: int, units: U8) ->
     # The size is checked before anything is allocated for it.
     if facts.content_size != column.size or facts.dict_id or not data.startswith(MAGIC):
         raise FrameError("ZST-4", f"a frame states {facts.content_size} bytes, not {column.size}")
+    if facts.window_size > MAX_WINDOW:
+        raise FrameError("ZST-4", f"a frame has a window of {facts.window_size} bytes")
     decompressor = _decompressor().decompressobj()
     try:
         decoded = decompressor.decompress(data)

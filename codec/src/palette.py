@@ -84,28 +84,30 @@ def decode_blocks(
         start = b * size
         count = min(size, n - start)
         half = start // 2
-        highest = np.uint8(0)
-        for i in range((count + 1) // 2):
-            pair = slots[half + i]
-            low = pair & np.uint8(15)
-            high = pair >> np.uint8(4)
-            highest = max(highest, low, high)
-            exponents[2 * i] = palette[low]
-            exponents[2 * i + 1] = palette[high]
         where[0] = b
-        if highest >= palette_size:
-            return SLOT_TOO_LARGE
-        if count & 1 and slots[half + count // 2] >> np.uint8(4):
-            return NONZERO_UNUSED
-        rows = (count + ROW - 1) // ROW
         is_raw[:] = 1
         coded = place_raw_rows(b, count, raw_rank, raw_rows, raw_exponents, exponents, coded_rows)
         for k in range(coded):
             is_raw[coded_rows[k] // ROW] = 0
-        for r in range(rows):
+        for r in range((count + ROW - 1) // ROW):
+            first, last = r * ROW // 2, (min((r + 1) * ROW, count) + 1) // 2
+            highest = np.uint8(0)
             if is_raw[r]:
-                for i in range(r * ROW // 2, min((r + 1) * ROW, count + 1) // 2):
-                    if slots[half + i]:
-                        return NONZERO_UNUSED
+                for i in range(first, last):
+                    highest |= slots[half + i]
+                if highest:
+                    return NONZERO_UNUSED
+                continue
+            for i in range(first, last):
+                pair = slots[half + i]
+                low = pair & np.uint8(15)
+                high = pair >> np.uint8(4)
+                highest = max(highest, low, high)
+                exponents[2 * i] = palette[low]
+                exponents[2 * i + 1] = palette[high]
+            if highest >= palette_size:
+                return SLOT_TOO_LARGE
+        if count & 1 and slots[half + count // 2] >> np.uint8(4):
+            return NONZERO_UNUSED
         join(sign_mantissa, start, count, exponents, bits)
     return OK

@@ -13,7 +13,7 @@ from unweight.errors import CorruptFileError, FormatError, TruncatedFileError
 
 from . import limits, strict_json
 from .checksums import region_crc32, region_sha256
-from .manifest import FileRecord, Manifest, SourceRecord, parse_manifest, stored_name
+from .manifest import FileRecord, Manifest, SourceRecord, parse_manifest, path_is_valid, stored_name
 from .payload import Payload
 from .regions import FileRegion, MemoryRegion, Region, SubRegion
 from .safetensors_header import SafetensorsHeader, TensorEntry, read_header
@@ -200,6 +200,10 @@ class Bundle:
             raise corrupt("it has no weight_map or no metadata")
         known = {shard.path for shard in self.manifest.shards}
         for name, path in weight_map.items():
+            if not isinstance(path, str):
+                raise corrupt(f"the shard of {name!r} isn't a string")
+            if not path_is_valid(path):
+                raise CorruptFileError("BUN-4", f"{limits.INDEX}: the path {path!r} is not allowed")
             if path not in known:  # never opened: it could lead anywhere
                 raise corrupt(f"{name!r} is said to be in {path!r}, which is no shard of the manifest")
         return weight_map

@@ -150,7 +150,7 @@ def _encode_huffman(source: Region, scanned: Scan, writer: PayloadWriter, pool: 
     n = source.size // 2
     steps = choose.steps(n)
     rows = _RowCollector(scanned, steps, writer)
-    lengths = huffman.code_lengths([int(rows.counts[e]) for e in rows.palette])
+    lengths = huffman.code_lengths([int(rows.counts[e]) for e in rows.palette], choose.CODE_LENGTH_LIMIT)
     table = huffman.encode_table(rows.palette, lengths)
     block_words = []
 

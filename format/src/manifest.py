@@ -158,13 +158,13 @@ def parse_manifest(data: bytes) -> Manifest:
     if _get(top, "format", str) != FORMAT:
         raise _corrupt("BUN-2", f"format is {top['format']!r}, not {FORMAT!r}")
     if version != limits.MAJOR_VERSION:
-        raise UnsupportedVersionError("the bundle", version, limits.MAJOR_VERSION)
+        raise UnsupportedVersionError("the bundle", version, limits.MAJOR_VERSION, rule="BUN-2")
     required, optional = (tuple(_strings(top, name)) for name in ("required_features", "optional_features"))
     for names in (required, optional):
         check_features("BUN-3", names)
     for feature in required:
         if feature not in KNOWN_FEATURES:
-            raise UnsupportedFeatureError("the bundle", feature)
+            raise UnsupportedFeatureError("the bundle", feature, rule="BUN-3")
     created_by = _get(top, "created_by", str)
     tensors = _get(top, "tensors", dict)
     shards = tuple(ShardRecord(*_file_facts(item)) for item in _objects(top, "shards"))
@@ -178,8 +178,8 @@ def parse_manifest(data: bytes) -> Manifest:
     for path in paths:
         if not path_is_valid(path):
             raise _corrupt("BUN-4", f"the path {path!r} is not allowed")
-    if len(set(paths)) != len(paths):
-        raise _corrupt("BUN-4", "a path stands twice")
+    if len({*paths, limits.MANIFEST, limits.INDEX}) != len(paths) + 2:
+        raise _corrupt("BUN-4", "a path stands twice, or is that of the manifest or the index")
     for i, shard in enumerate(shards, 1):
         if shard.path != shard_name(i, len(shards)):
             raise _corrupt("BUN-5", f"shard {i} of {len(shards)} is called {shard.path!r}")
@@ -192,8 +192,8 @@ def parse_manifest(data: bytes) -> Manifest:
     for source in sources:
         for name, entry in source.header.tensors.items():
             key = source.prefix + name
-            if key in entries:
-                raise _corrupt("BUN-9", f"the key {key!r} belongs to two tensors")
+            if key in entries or key == "__metadata__":
+                raise _corrupt("BUN-9", f"the key {key!r} belongs to two tensors, or isn't allowed")
             entries[key] = entry
     if entries.keys() != tensors.keys():
         key = min(entries.keys() ^ tensors.keys())

@@ -101,7 +101,7 @@ def _parse_entry(name: str, member: Any, data_start: int) -> TensorEntry | str:
         return f"has the unknown dtype {dtype!r}"
     if not isinstance(shape, list) or not all(_is_size(d) for d in shape):
         return f"has the shape {shape!r}"
-    if len(shape) > limits.MAX_RANK or math.prod(shape) > limits.MAX_ELEMENTS:
+    if len(shape) > limits.MAX_RANK or any(d > limits.MAX_ELEMENTS for d in (*shape, math.prod(shape))):
         return f"has more dimensions or elements than the format can hold: {len(shape)} dimensions"
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(_is_size(d) for d in offsets):
         return f"has the data_offsets {offsets!r}"

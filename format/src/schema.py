@@ -133,7 +133,7 @@ def parse_header(region: Region) -> PayloadHeader:
     if magic != limits.MAGIC:
         raise CorruptFileError("PAY-1", f"not a payload: it starts with {magic.hex()}", offset=0)
     if version != limits.MAJOR_VERSION:
-        raise UnsupportedVersionError("the payload", version, limits.MAJOR_VERSION)
+        raise UnsupportedVersionError("the payload", version, limits.MAJOR_VERSION, rule="PAY-2")
     if size % limits.ALIGNMENT or not limits.ALIGNMENT <= size <= limits.MAX_HEADER_SIZE:
         raise CorruptFileError("PAY-3", f"header_size is {size}", offset=10)
     if region.size < size:
@@ -165,7 +165,7 @@ def parse_header(region: Region) -> PayloadHeader:
     if rank > limits.MAX_RANK:
         raise CorruptFileError("PAY-7", f"rank is {rank}", offset=12)
     shape = struct.unpack_from(f"<{rank}Q", data, _FIXED.size)
-    if element_count != math.prod(shape) or element_count > limits.MAX_ELEMENTS:
+    if element_count != math.prod(shape) or any(d > limits.MAX_ELEMENTS for d in (element_count, *shape)):
         raise CorruptFileError("PAY-7", f"element_count is {element_count} for shape {list(shape)}", offset=48)
     if dtype not in limits.DTYPE_BITS:
         raise CorruptFileError("PAY-8", f"unknown dtype {dtype!r}", offset=32)
@@ -175,18 +175,19 @@ def parse_header(region: Region) -> PayloadHeader:
     optional = parse_features(data[optional_at : optional_at + optional_size])
     for feature in required:
         if feature not in KNOWN_FEATURES:
-            raise UnsupportedFeatureError("the payload", feature)
+            raise UnsupportedFeatureError("the payload", feature, rule="PAY-11")
     if encoding not in ENCODINGS:
         if _FEATURE.fullmatch(encoding):
-            raise UnsupportedFeatureError("the payload", f"encoding {encoding}")
+            raise UnsupportedFeatureError("the payload", f"encoding {encoding}", rule="PAY-12")
         raise CorruptFileError("PAY-12", f"unknown encoding {encoding!r}", offset=16)
     kind = ENCODINGS[encoding]
     if section_count != len(kind.sections) or parameters_size != kind.size:
         raise CorruptFileError("PAY-12", f"{section_count} sections, {parameters_size} bytes of parameters")
     sections = tuple(Section(*entry[:3]) for entry in table)
     # Lengths are bounded by the bytes that are there before anything is derived from them.
-    if any(s.length > region.size for s in sections):
-        raise CorruptFileError("PAY-13", "a section is longer than the payload")
+    longest = max(s.length for s in sections)
+    if longest > region.size:
+        raise TruncatedFileError("the payload", longest, region.size)
     if [s.offset for s in sections] != section_offsets(size, [s.length for s in sections]):
         raise CorruptFileError("PAY-13", "a section isn't where it has to be")
     parameters = kind.parse(data[parameters_at:required_at], dtype, element_count, decoded_size)

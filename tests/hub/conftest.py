@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from loopback_hub import LoopbackHub
 
 SOURCE = Path(__file__).parents[1] / "support" / "loopback_hub.py"
+sys.path.append(str(SOURCE.parent))  # for ``checkpoints``, the files that tests put into a repository
 
 
 def _load() -> type[LoopbackHub]:

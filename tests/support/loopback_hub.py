@@ -365,6 +365,11 @@ class LoopbackHub:
         """Wait before the next ``count`` matching requests are answered."""
         self._add_fault(_Fault("delay", re.compile(path_regex), method, count, seconds=seconds))
 
+    def heal(self) -> None:
+        """Forget all faults."""
+        with self.lock:
+            self._faults.clear()
+
     def _add_fault(self, fault: _Fault) -> None:
         with self.lock:
             self._faults.append(fault)
