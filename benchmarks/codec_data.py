@@ -86,6 +86,7 @@ def smollm2() -> DataSet:
     """
     import torch
     from safetensors.torch import load_file
+
     from unweight.demo import smollm2_checkpoint
 
     tensors: list[Bits] = []

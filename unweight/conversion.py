@@ -32,7 +32,7 @@ from .format.manifest import (
 )
 from .format.parallel import Pool
 from .format.payload import Payload
-from .format.payload_writer import FilePayloadWriter
+from .format.payload_writer import PayloadWriter
 from .format.regions import PIECE, FileRegion, Region, SubRegion, pieces, same_bytes
 from .format.safetensors_header import SafetensorsHeader, TensorEntry
 from .format.shard_writer import ShardWriter
@@ -374,7 +374,10 @@ class _Conversion:
         self, encoding: str, entry: TensorEntry, data: Region, scanned: encoder.Scan, writer: ShardWriter
     ) -> int:
         known = encoder.known_lengths(encoding, entry.dtype, entry.shape)
-        payload = FilePayloadWriter(writer.file, writer.position, ENCODINGS[encoding], entry.dtype, entry.shape, known)
+        payload = PayloadWriter(
+            writer.file, writer.position, ENCODINGS[encoding], entry.dtype, entry.shape, known,
+            spool=str(self._workspace.path),
+        )  # fmt: skip
         try:
             return encoder.encode(data, encoding, entry.dtype, scanned, payload, self._pool).payload_size
         finally:

@@ -12,14 +12,14 @@ import numpy.typing as npt
 
 from .codec import choose
 from .errors import UnsupportedTensorError
-from .format import decoder, encoder
+from .format import decoder, encoder, limits
 from .format.bundle import open_directory
-from .format.encodings import ENCODINGS
-from .format.limits import DTYPE_BITS
+from .format.encodings import ENCODINGS, RawParameters
 from .format.parallel import Pool
 from .format.payload import Payload
-from .format.payload_writer import MemoryPayloadWriter
+from .format.payload_writer import PayloadWriter
 from .format.regions import Bytes, MemoryRegion
+from .format.schema import header_size
 
 if TYPE_CHECKING:
     import torch
@@ -56,22 +56,23 @@ def compress(
     with Pool(workers) as pool:
         scanned = encoder.scan(source, dtype, pool)
 
-        def write(name: str) -> MemoryPayloadWriter:
-            writer = MemoryPayloadWriter(ENCODINGS[name], dtype, shape)
+        def write(name: str) -> bytes:
+            known = encoder.known_lengths(name, dtype, shape)
+            writer = PayloadWriter.in_memory(ENCODINGS[name], dtype, shape, known)
             encoder.encode(source, name, dtype, scanned, writer, pool)
-            return writer
+            return writer.getvalue()
 
         if encoding is not None:
             if encoding not in ENCODINGS:
                 raise ValueError(f"unknown encoding {encoding!r}; there are {', '.join(ENCODINGS)}")
-            return write(encoding).getvalue()
-        raw_size = write("raw").size
+            return write(encoding)
+        raw_size = limits.align(header_size(len(shape), RawParameters) + source.size)
         for name in ("huffman", "zstd"):
             if source.size and (name != "huffman" or _may_save(scanned)):
-                writer = write(name)
-                if writer.size < raw_size:
-                    return writer.getvalue()
-        return write("raw").getvalue()
+                payload = write(name)
+                if len(payload) < raw_size:
+                    return payload
+        return write("raw")
 
 
 def decompress(payload: bytes | bytearray | memoryview, *, workers: int | None = None) -> torch.Tensor:
@@ -168,7 +169,7 @@ class BundleFile:
     def _rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Rows ``start`` to ``stop`` of the first dimension."""
         entry = self._bundle.entry(name)
-        inner = math.prod(entry.shape[1:]) * DTYPE_BITS[entry.dtype]
+        inner = math.prod(entry.shape[1:]) * limits.DTYPE_BITS[entry.dtype]
         if inner % 8:  # rows of half bytes
             return self.get_tensor(name)[start:stop]
         low, high = start * inner // 8, stop * inner // 8

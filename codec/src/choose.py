@@ -7,8 +7,8 @@ import numpy.typing as npt
 
 from . import huffman
 
-# Shorter lanes are more threads for a GPU, longer ones a smaller index (0.083, 0.042, 0.021 bits/weight for 128, 256, 512
-# steps).  Decoding on an H200 takes 12, 22, 43 us for 4 M weights and 84, 96, 108 us for 59 M (docs/log.md).
+# Shorter lanes are more threads for a GPU, longer ones a smaller index: 0.083, 0.042, 0.021 bits/weight for 128, 256
+# and 512 steps.  Decoding on an H200 takes 12, 22, 43 us for 4 M weights and 84, 96, 108 us for 59 M (docs/log.md).
 STEPS = 256
 STEPS_SMALL = 128
 SMALL = 1 << 23

@@ -31,9 +31,10 @@ GUARD_WORDS = MAX_STEPS * MAX_CODE_LENGTH // 32 + 2
 OUTSIDE = 0xFFFF
 # Results of `decode_blocks`.
 # Unsigned constants: Numba adds a test for negative (wrapping) subscripts to every access with a signed one.
-U64_0, U64_1, U64_5, U64_8, U64_31, U64_32, U64_52, U64_56, U64_63 = (
-    np.uint64(i) for i in (0, 1, 5, 8, 31, 32, 52, 56, 63)
+U64_0, U64_1, U64_4, U64_5, U64_6, U64_15, U64_24, U64_31, U64_32, U64_52, U64_63, U64_64 = (
+    np.uint64(i) for i in (0, 1, 4, 5, 6, 15, 24, 31, 32, 52, 63, 64)
 )
+U64_24_BITS = np.uint64((1 << 24) - 1)
 OK, LANE_OVERRUN, NONZERO_PADDING = 0, 1, 2
 
 
@@ -59,10 +60,10 @@ def encode_blocks(
     size = LANES * steps
     blocks = (n + size - 1) // size
     exponents = np.empty(size, np.uint8)
-    codes = np.zeros(size, np.uint16)
-    coded_rows = np.empty(size // ROW, np.int64)
-    lengths = np.empty(LANES, np.int64)
-    pairs = np.empty(size // 2, np.uint32)
+    codes = np.zeros(size + ROW, np.uint16)
+    coded_rows = np.empty(size // ROW + 1, np.int64)
+    lengths = np.empty(LANES, np.uint64)
+    quads = np.empty(size // 4, np.uint64)
     word = U64_0
     raw = np.int64(0)
     for b in range(blocks):
@@ -81,22 +82,32 @@ def encode_blocks(
         )
         raw_counts[b] = raw - before
 
+        # An odd number of coded rows is completed by one of codes without bits.
+        coded_rows[coded] = size
         for t in range(LANES):
-            lengths[t] = 0
-        for k in range(coded):
-            o = coded_rows[k]
-            for t in range(LANES):
-                c0 = np.uint32(codes[o + t])
-                c1 = np.uint32(codes[o + 32 + t])
-                l1 = c1 & np.uint32(15)
-                length = (c0 & np.uint32(15)) + l1
-                pairs[k * LANES + t] = ((((c0 >> np.uint32(4)) << l1) | (c1 >> np.uint32(4))) << np.uint32(5)) | length
+            lengths[t] = U64_0
+        for k in range(0, coded, 2):
+            o = np.uint64(coded_rows[k])
+            q = np.uint64(coded_rows[k + 1])
+            quad = np.uint64(k // 2 * LANES)
+            for t in range(U64_0, U64_32):
+                c0 = np.uint64(codes[o + t])
+                c1 = np.uint64(codes[o + U64_32 + t])
+                c2 = np.uint64(codes[q + t])
+                c3 = np.uint64(codes[q + U64_32 + t])
+                l1 = c1 & U64_15
+                l3 = c3 & U64_15
+                l23 = (c2 & U64_15) + l3
+                first = ((c0 >> U64_4) << l1) | (c1 >> U64_4)
+                second = ((c2 >> U64_4) << l3) | (c3 >> U64_4)
+                length = (c0 & U64_15) + l1 + l23
+                quads[quad + t] = (((first << l23) | second) << U64_6) | length
                 lengths[t] += length
-        low = lengths[0]
-        high = lengths[0]
+        low = np.int64(lengths[0])
+        high = low
         for t in range(1, LANES):
-            low = min(low, lengths[t])
-            high = max(high, lengths[t])
+            low = min(low, np.int64(lengths[t]))
+            high = max(high, np.int64(lengths[t]))
         grain = np.int64(0)
         while ((high - low + (1 << grain) - 1) >> grain) > 255:
             grain += 1
@@ -106,19 +117,35 @@ def encode_blocks(
         filled = U64_0
         first_word = word
         for t in range(LANES):
-            for k in range(U64_0, np.uint64(coded)):
-                pair = np.uint64(pairs[k * U64_32 + np.uint64(t)])
-                # At most 31 bits are waiting and a pair has at most 24, so the sum is at most 55.
-                filled += pair & U64_31
-                acc |= ((pair >> U64_5) << U64_8) << (U64_56 - filled)
+            for k in range(U64_0, np.uint64((coded + 1) // 2)):
+                quad = quads[k * U64_32 + np.uint64(t)]
+                length = quad & U64_63
+                quad >>= U64_6
+                if filled + length > U64_64:  # rare: more than 33 bits for four codes
+                    filled += length - U64_24
+                    acc |= (quad >> U64_24) << (U64_64 - filled)
+                    words[word] = np.uint32(acc >> U64_32)
+                    full = filled >> U64_5
+                    word += full
+                    acc <<= full << U64_5
+                    filled &= U64_31
+                    quad &= U64_24_BITS
+                    length = U64_24
+                filled += length
+                if length:  # a shift by 64 isn't defined
+                    acc |= quad << (U64_64 - filled)
                 words[word] = np.uint32(acc >> U64_32)
+                words[word + U64_1] = np.uint32(acc)
                 full = filled >> U64_5
                 word += full
-                acc <<= full << U64_5
+                # In two steps, as `full` can be two.
+                acc <<= full << U64_4
+                acc <<= full << U64_4
                 filled &= U64_31
-            delta = (lengths[t] - low + (1 << grain) - 1) >> grain
+            own = np.int64(lengths[t])
+            delta = (own - low + (1 << grain) - 1) >> grain
             lane_delta[b * LANES + t] = np.uint8(delta)
-            filled += np.uint64(low + (delta << grain) - lengths[t])
+            filled += np.uint64(low + (delta << grain) - own)
             words[word] = np.uint32(acc >> U64_32)
             full = filled >> U64_5
             word += full

@@ -23,10 +23,10 @@ def find_raw_rows(
     coded = np.int64(0)
     for r in range((count + ROW - 1) // ROW):
         o = r * ROW
-        highest = codes[o]
-        for i in range(1, ROW):
-            highest = max(highest, codes[o + i])
-        if highest == outside:
+        found = np.uint8(0)
+        for i in range(ROW):
+            found |= np.uint8(codes[o + i] == outside)
+        if found:
             raw_rows[raw] = np.uint8(r)
             here = min(ROW, count - o)
             for i in range(ROW):

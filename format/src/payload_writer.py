@@ -1,15 +1,16 @@
 """Write a payload whose sections grow piece by piece: into memory, or into a file at some offset.
 
-The header and the index sections come first in a payload but are known last.  In memory, pieces are kept and joined
-once.  In a file, every section whose place is known is written there at once; the ones behind a section that is still
-growing are small, and wait in temporary files.
+The header and the index sections come first in a payload but are known last.  Every section whose place is known is
+written there at once.  What stands behind a section that is still growing waits: in a file only the raw rows, which are
+few, in temporary files; in memory the codes as well, since a gap in a buffer would be filled with zeros first.
 """
 
 from __future__ import annotations
 
-import os
+import io
 import tempfile
-from typing import IO, Protocol
+from collections.abc import Iterator
+from typing import IO
 
 from . import limits
 from .checksums import Buffer, crc32
@@ -19,126 +20,112 @@ from .schema import PayloadHeader, Section, header_size, section_offsets
 SPOOL_IN_MEMORY = 4 << 20
 
 
-class PayloadWriter(Protocol):
-    """Takes the sections of one payload.  Pieces of a section come in order; sections may be interleaved."""
+class PayloadWriter:
+    """Takes the sections of one payload.  Pieces of a section come in order; sections may be interleaved.
 
-    def append(self, section: str, data: Buffer) -> None: ...
-
-    def finish(self, parameters: AnyParameters, decoded_crc32: int) -> PayloadHeader: ...
-
-
-class _Draft:
-    """What both writers keep for each section: length and running CRC-32."""
-
-    def __init__(self, kind: type[AnyParameters], dtype: str, shape: tuple[int, ...]) -> None:
-        self.kind = kind
-        self.dtype = dtype
-        self.shape = shape
-        self.lengths = dict.fromkeys(kind.sections, 0)
-        self.crcs = dict.fromkeys(kind.sections, 0)
-        self.header_size = header_size(len(shape), kind)
-
-    def count(self, section: str, data: Buffer) -> int:
-        """Take ``data`` into account; what comes back is where in the section it goes."""
-        at = self.lengths[section]
-        self.lengths[section] += memoryview(data).nbytes
-        self.crcs[section] = crc32(data, self.crcs[section])
-        return at
-
-    def header(self, parameters: AnyParameters, decoded_crc32: int) -> PayloadHeader:
-        offsets = section_offsets(self.header_size, list(self.lengths.values()))
-        sections = tuple(
-            Section(offset, self.lengths[name], self.crcs[name])
-            for name, offset in zip(self.kind.sections, offsets, strict=True)
-        )
-        return PayloadHeader(self.dtype, self.shape, decoded_crc32, parameters, sections)
-
-
-class MemoryPayloadWriter:
-    """Collects a payload in memory; `getvalue` after `finish`."""
-
-    def __init__(self, kind: type[AnyParameters], dtype: str, shape: tuple[int, ...]) -> None:
-        self._draft = _Draft(kind, dtype, shape)
-        self._pieces: dict[str, list[Buffer]] = {name: [] for name in kind.sections}
-        self._header: PayloadHeader | None = None
-
-    def append(self, section: str, data: Buffer) -> None:
-        self._draft.count(section, data)
-        self._pieces[section].append(data)
-
-    def finish(self, parameters: AnyParameters, decoded_crc32: int) -> PayloadHeader:
-        self._header = self._draft.header(parameters, decoded_crc32)
-        return self._header
-
-    @property
-    def size(self) -> int:
-        """Bytes of the payload."""
-        assert self._header is not None
-        return self._header.payload_size
-
-    def getvalue(self) -> bytes:
-        """The payload."""
-        assert self._header is not None
-        parts: list[Buffer] = [self._header.dump()]
-        for section, pieces in zip(self._header.sections, self._pieces.values(), strict=True):
-            end = section.offset + section.length
-            parts += [*pieces, bytes(limits.align(end) - end)]
-        return b"".join(parts)
-
-
-class FilePayloadWriter:
-    """Writes a payload into an open file from ``base`` on.
-
-    ``known`` gives the lengths of the sections whose length is known from the start; all sections up to the first one
-    that isn't in it have their places.
+    Args:
+        file: what to write to, from ``base`` on.
+        kind: the encoding's parameters, for the names of its sections.
+        known: the lengths of the sections whose length follows from dtype and shape.
+        spool: a directory for temporary files; without one, what has to wait does so in memory.
     """
 
     def __init__(
         self, file: IO[bytes], base: int, kind: type[AnyParameters], dtype: str, shape: tuple[int, ...],
-        known: dict[str, int],
+        known: dict[str, int], *, spool: str | None = None,
     ) -> None:  # fmt: skip
         self._file = file
         self._base = base
-        self._draft = _Draft(kind, dtype, shape)
-        growing = next(i for i, name in enumerate([*kind.sections, ""]) if name not in known)
-        placed = kind.sections[: growing + 1]
-        offsets = section_offsets(self._draft.header_size, [known.get(name, 0) for name in placed])
-        self._place = dict(zip(placed, offsets, strict=True))
-        self._spools: dict[str, IO[bytes]] = {
-            name: tempfile.SpooledTemporaryFile(SPOOL_IN_MEMORY, dir=os.path.dirname(file.name))  # noqa: PTH120, SIM115
-            for name in kind.sections[growing + 1 :]
-        }
+        self._kind = kind
+        self._dtype = dtype
+        self._shape = shape
         self._known = known
+        self._lengths = dict.fromkeys(kind.sections, 0)
+        self._crcs = dict.fromkeys(kind.sections, 0)
+        self._header_size = header_size(len(shape), kind)
+        growing = next((i for i, name in enumerate(kind.sections) if name not in known), len(kind.sections))
+        placed = kind.sections[: growing if spool is None else growing + 1]
+        offsets = section_offsets(self._header_size, [known.get(name, 0) for name in placed])
+        self._places = dict(zip(placed, offsets, strict=True))
+        self._waiting: dict[str, _Spool] = {name: _Spool(spool) for name in kind.sections if name not in self._places}
+
+    @classmethod
+    def in_memory(
+        cls, kind: type[AnyParameters], dtype: str, shape: tuple[int, ...], known: dict[str, int]
+    ) -> PayloadWriter:
+        """A writer whose payload `getvalue` gives."""
+        return cls(io.BytesIO(), 0, kind, dtype, shape, known)
 
     def append(self, section: str, data: Buffer) -> None:
-        at = self._draft.count(section, data)
-        if section in self._place:
-            self._write(self._place[section] + at, data)
+        """The next piece of a section."""
+        at = self._lengths[section]
+        self._lengths[section] += memoryview(data).nbytes
+        self._crcs[section] = crc32(data, self._crcs[section])
+        if section in self._places:
+            self._write(self._places[section] + at, data)
         else:
-            self._spools[section].write(data)
+            self._waiting[section].append(data)
 
     def finish(self, parameters: AnyParameters, decoded_crc32: int) -> PayloadHeader:
+        """Write what is left, the header last."""
         for name, length in self._known.items():
-            assert self._draft.lengths[name] == length, name
-        header = self._draft.header(parameters, decoded_crc32)
-        for name, spool in self._spools.items():
-            at = header.section(name).offset
-            spool.seek(0)
-            while piece := spool.read(SPOOL_IN_MEMORY):
+            assert self._lengths[name] == length, name
+        offsets = section_offsets(self._header_size, list(self._lengths.values()))
+        sections = tuple(
+            Section(offset, self._lengths[name], self._crcs[name])
+            for name, offset in zip(self._kind.sections, offsets, strict=True)
+        )
+        header = PayloadHeader(self._dtype, self._shape, decoded_crc32, parameters, sections)
+        for name, section in zip(self._kind.sections, sections, strict=True):
+            at = section.offset
+            for piece in self._waiting[name].pieces() if name in self._waiting else ():
                 self._write(at, piece)
-                at += len(piece)
-        for section in header.sections:
+                at += memoryview(piece).nbytes
             end = section.offset + section.length
             self._write(end, bytes(limits.align(end) - end))
         self._write(0, header.dump())
         self.close()
         return header
 
+    def getvalue(self) -> bytes:
+        """The payload that was written into memory."""
+        assert isinstance(self._file, io.BytesIO)
+        return self._file.getvalue()
+
     def close(self) -> None:
         """Drop the temporary files; `finish` does it too."""
-        for spool in self._spools.values():
+        for spool in self._waiting.values():
             spool.close()
 
     def _write(self, offset: int, data: Buffer) -> None:
         self._file.seek(self._base + offset)
         self._file.write(data)
+
+
+class _Spool:
+    """Pieces that wait for their place, in memory, or in a temporary file once they are many."""
+
+    def __init__(self, directory: str | None) -> None:
+        self._pieces: list[Buffer] = []
+        self._file: IO[bytes] | None = (
+            None if directory is None else tempfile.SpooledTemporaryFile(SPOOL_IN_MEMORY, dir=directory)  # noqa: SIM115
+        )
+
+    def append(self, data: Buffer) -> None:
+        if self._file is None:
+            self._pieces.append(data)
+        else:
+            self._file.write(data)
+
+    def pieces(self) -> Iterator[Buffer]:
+        if self._file is None:
+            yield from self._pieces
+            return
+        self._file.seek(0)
+        while piece := self._file.read(SPOOL_IN_MEMORY):
+            yield piece
+
+    def close(self) -> None:
+        self._pieces = []
+        if self._file is not None:
+            self._file.close()

@@ -21,9 +21,8 @@ def wheel(tmp_path_factory):
     out = tmp_path_factory.mktemp("wheel")
     source = out / "source"
     source.mkdir()
-    tracked = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, check=True
-    ).stdout.split(b"\0")
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    tracked = subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout.split(b"\0")
     for name in filter(None, (t.decode() for t in tracked)):
         if (ROOT / name).is_file() and not name.startswith(("tests/", "benchmarks/", "spec/vectors/")):
             (source / name).parent.mkdir(parents=True, exist_ok=True)
@@ -43,7 +42,7 @@ def test_contents(wheel):
         names = archive.namelist()
     tops = {name.split("/")[0] for name in names}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"unweight"}
-    for needed in ("__init__.py", "py.typed", "cli.py", "codec/lanes.py", "format/schema.py"):
+    for needed in ("__init__.py", "py.typed", "cli.py", "codec/lanes.py", "format/schema.py", "kernels/huffman.py"):
         assert f"unweight/{needed}" in names
     assert not [name for name in names if name.startswith("unweight/") and not name.endswith((".py", "py.typed"))]
 
@@ -60,6 +59,6 @@ def test_metadata(wheel):
 
 def test_imports_from_the_root():
     """A folder of the repository named like somebody's package must not be taken for it."""
-    code = "import transformers; from transformers import LlamaForCausalLM; import unweight.format, unweight.codec.lanes"
+    code = "from transformers import LlamaForCausalLM; import unweight.kernels.huffman, unweight.codec.lanes"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
