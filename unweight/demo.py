@@ -82,6 +82,7 @@ def smollm2_checkpoint(destination: str | Path) -> None:
         CheckpointError: the model can't be had.
     """
     try:
+        import accelerate  # noqa: F401
         import gguf  # noqa: F401
         import torch
         import transformers
