@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -83,6 +84,20 @@ def download(repository: Repository, path: str, local_dir: str | None = None, to
                 **client_options(),
             )
         )
+
+
+def cached_snapshot(repo_id: str, revision: str | None) -> Path | None:
+    """In offline mode, the folder of the Hub's cache that holds the repository; None when the Hub can be asked.
+
+    Raises:
+        HubError: offline mode is on, and the cache doesn't hold it.
+    """
+    from huggingface_hub import constants, snapshot_download
+
+    if not constants.HF_HUB_OFFLINE:
+        return None
+    with hub_errors(repo_id, revision):
+        return Path(snapshot_download(repo_id, revision=revision, local_files_only=True, **client_options()))
 
 
 class HubRegion:
@@ -164,13 +179,13 @@ def hub_errors(repo_id: str, revision: str | None = None) -> Iterator[None]:
         ) from error
     except errors.RevisionNotFoundError as error:
         raise HubError(f"{repo_id} has no revision {revision!r}: give a branch, a tag or a commit.") from error
-    except errors.EntryNotFoundError as error:
-        raise HubError(f"{repo_id}{at} lacks a file: {_first_line(error)}") from error
     except (errors.OfflineModeIsEnabled, errors.LocalEntryNotFoundError) as error:
         raise HubError(
             f"{repo_id} isn't in the local cache, and the Hub can't be reached or offline mode is on "
             "(HF_HUB_OFFLINE=1): connect, or download it before."
         ) from error
+    except errors.EntryNotFoundError as error:
+        raise HubError(f"{repo_id}{at} lacks a file: {_first_line(error)}") from error
     except errors.HfHubHTTPError as error:
         status = getattr(getattr(error, "response", None), "status_code", None)
         if status == 401:

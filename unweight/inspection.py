@@ -10,9 +10,12 @@ from .errors import CheckpointError
 from .format import limits
 from .format.bundle import Bundle, is_bundle, open_directory
 from .format.encodings import HuffmanParameters, RowParameters
+from .format.parallel import Pool
 from .format.payload import Payload
-from .hub_access import HubStore, parse_repo_id
+from .hub_access import HubStore, cached_snapshot, parse_repo_id
 from .kinds import KindRow, TensorFacts, by_kind
+
+HEADER_READERS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +84,13 @@ def inspect(
         if tensor is not None:
             opened.entry(tensor)
         wanted = [tensor] if tensor is not None else opened.keys() if payloads else []
-        details = [
-            _payload_facts(opened.payload(opened.target(key)))
+        chosen = [
+            opened.target(key)
             for key in wanted
             if opened.encoding(key) != "plain" and (tensor is not None or opened.target(key) == key)
         ]
+        with Pool(HEADER_READERS) as pool:  # over the network, each header is a request
+            details = list(pool.map(lambda key: _payload_facts(opened.payload(key)), chosen))
         original = sum(source.size for source in opened.manifest.sources)
         stored = sum(shard.size for shard in opened.manifest.shards)
         return Inspection(
@@ -119,6 +124,8 @@ def open_anywhere(bundle: str | os.PathLike[str], *, revision: str | None = None
     repo_id = parse_repo_id(str(bundle))
     if repo_id is None:
         raise CheckpointError(f"no directory {str(bundle)!r}, and it isn't the name of a model on the Hub.")
+    if snapshot := cached_snapshot(repo_id, revision):
+        return open_anywhere(snapshot)
     store = HubStore(repo_id, revision, token)
     if limits.MANIFEST not in {file.path for file in store.repository.files}:
         raise CheckpointError(f"{repo_id} is not an unweight bundle: it has no {limits.MANIFEST}.")

@@ -16,7 +16,7 @@ from .format.limits import MANIFEST
 from .format.manifest import path_is_valid
 from .format.regions import FileRegion, Region
 from .format.safetensors_header import SafetensorsHeader, read_header
-from .hub_access import HubRegion, Repository, download, parse_repo_id, resolve
+from .hub_access import HubRegion, Repository, cached_snapshot, download, parse_repo_id, resolve
 
 WEIGHTS = ".safetensors"
 # The same weights in other formats: a bundle that held them too wouldn't be smaller.
@@ -153,6 +153,8 @@ def find_checkpoint(
     repo_id = parse_repo_id(str(source))
     if repo_id is None:
         raise CheckpointError(f"no file or directory {str(source)!r}, and it isn't the name of a model on the Hub.")
+    if snapshot := cached_snapshot(repo_id, revision):
+        return DirectoryCheckpoint(snapshot)
     return HubCheckpoint(resolve(repo_id, revision, token), work, stream=stream, token=token)
 
 

@@ -157,9 +157,11 @@ def _word(codes_ptr, word, mask):
 @triton.jit
 def _code(table_ptr, window, BITS: tl.constexpr):
     """Slot and length of the code at the start of a window."""
-    if BITS == 0:
-        return window.to(tl.int32) * 0
-    return tl.load(table_ptr + (window >> (32 - BITS)).to(tl.int32)).to(tl.int32)
+    if BITS > 0:
+        code = tl.load(table_ptr + (window >> (32 - BITS)).to(tl.int32)).to(tl.int32)
+    else:
+        code = window.to(tl.int32) * 0
+    return code
 
 
 @triton.jit

@@ -133,15 +133,15 @@ def test_writes_its_output_and_nothing_else(encoding, size):
 @pytest.mark.parametrize(
     "out",
     [
-        pytest.param(lambda: torch.empty(99, dtype=torch.bfloat16), id="shape"),
-        pytest.param(lambda: torch.empty(100, dtype=torch.float16), id="dtype"),
-        pytest.param(lambda: torch.empty(200, dtype=torch.bfloat16)[::2], id="stride"),
+        pytest.param(lambda: torch.empty(99, dtype=torch.bfloat16, device=DEVICE), id="shape"),
+        pytest.param(lambda: torch.empty(100, dtype=torch.float16, device=DEVICE), id="dtype"),
+        pytest.param(lambda: torch.empty(200, dtype=torch.bfloat16, device=DEVICE)[::2], id="stride"),
     ],
 )
 @pytest.mark.parametrize("encoding", ["huffman", "palette"])
 def test_refuses_wrong_outputs(encoding, out):
     with pytest.raises(ValueError, match="out must be contiguous bfloat16"):
-        decode(normal(100), encoding, out().to(DEVICE))
+        decode(normal(100), encoding, out())
 
 
 def test_refuses_inconsistent_sections():
