@@ -858,6 +858,8 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     for path in paths:
         require(path_is_valid(path), "BUN-4", f"the path {path!r} is not allowed")
     require(len(set(paths)) == len(paths), "BUN-4", "a path stands twice in the manifest")
+    folders = {path[:at] for path in paths for at, letter in enumerate(path) if letter == "/"}
+    require(not folders & set(paths), "BUN-4", "a path is a file and a folder")
     require(not {MANIFEST, INDEX} & set(paths), "BUN-4", "a path is the manifest's or the index's")
     return manifest
 
@@ -1105,7 +1107,27 @@ def read_bundle(directory: str | Path) -> Bundle:
         require(sha256(shard_data[entry["path"]]) == entry["sha256"], "BUN-15", f"the hash of {entry['path']} is wrong")
     for source in sources:
         require(sha256(rebuild(source, tensors)) == source.sha256, "BUN-16", f"the hash of {source.path} is wrong")
+    for entry in manifest["files"]:
+        if entry["path"] == "config.json" and "content" in entry:
+            check_config(directory / "config.json", files["config.json"])
     return Bundle(manifest, sources, tensors, files)
+
+
+def check_config(path: Path, original: bytes) -> None:
+    """Check BUN-17, format.md 4.5."""
+    try:
+        wanted = json.loads(original)
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise Corrupt("BUN-17", f"config.json: {error}") from error
+    require(isinstance(wanted, dict), "BUN-17", "config.json is not an object")
+    ours = {"quant_method": "unweight", "format_version": "1.0", "weights_file": INDEX}
+    if "quantization_config" in wanted:
+        ours["original_quantization_config"] = wanted["quantization_config"]
+    wanted["quantization_config"] = ours
+    # As text: NaN is not equal to itself.
+    same = json.dumps(found, sort_keys=True) == json.dumps(wanted, sort_keys=True)
+    require(same, "BUN-17", "config.json is not the original with our entry")
 
 
 def read_payload_tensor(key: str, wanted: HeaderTensor, encoding: str, found: Stored) -> bytes:

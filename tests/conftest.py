@@ -39,5 +39,4 @@ def make_bits(kind, n, seed=0):
 @pytest.fixture(scope="session")
 def bf16_bits():
     """``bf16_bits(kind, n, seed=0)``: ``n`` BF16 bit patterns whose exponents are distributed as ``kind`` says."""
-    make_bits.kinds = [*HISTOGRAMS, "specials"]
     return make_bits

@@ -35,6 +35,8 @@ app = typer.Typer(
     help="Lossless compression of BF16 language models: a third smaller, bit for bit the same weights.",
 )
 _out = Console(soft_wrap=True, markup=False, emoji=False, highlight=False)
+# Tables keep their width: names are there to be copied.
+_tables = Console(width=10_000, markup=False, emoji=False, highlight=False)
 _err = Console(stderr=True, soft_wrap=True, markup=False, emoji=False, highlight=False)
 
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
@@ -105,7 +107,8 @@ def convert(
     resumed = f", {report.resumed_shards} of them from an earlier run" if report.resumed_shards else ""
     _out.print(
         f"{_size(report.original_bytes)} -> {_size(report.stored_bytes)} ({report.ratio:.1%}), "
-        f"{report.tensors} tensors ({report.aliases} stored once more by reference), {report.shards} shards{resumed}, "
+        f"{report.tensors} tensors ({report.aliases} equal to others and stored once), "
+        f"{report.shards} shards{resumed}, "
         f"{checked}, {report.seconds:.1f} s: {report.path}",
         markup=False, highlight=False,
     )  # fmt: skip
@@ -232,7 +235,7 @@ def inspect(
             stored = f"= {t.alias}" if t.alias else t.encoding
             bits = "" if t.alias else f"{t.bits_per_weight:.3f}"
             table.add_row(t.name, t.dtype, "x".join(map(str, t.shape)) or "scalar", stored, str(t.stored_bytes), bits)
-        _out.print(table)
+        _tables.print(table)
 
 
 @app.command()
@@ -285,7 +288,7 @@ def _explain(error: Exception) -> tuple[str, int]:
     """The message for an error, and the exit code."""
     match error:
         case VerificationError():
-            lines = [f"  {line}" for line in error.differences[:20]]
+            lines = [f"  {line}" for line in error.differences[:20] if len(error.differences) > 1]
             return "\n".join([str(error), *lines]), DAMAGED
         case CorruptFileError():
             return str(error), DAMAGED
@@ -325,7 +328,7 @@ def _print_kinds(rows: list[KindRow]) -> None:
     for row in rows:
         bits = f"{row.bits_per_weight:.3f}" if row.elements else "-"
         table.add_row(row.kind, str(row.count), f"{row.elements:,}", _size(row.stored_bytes), bits, f"{row.share:.1%}")
-    _out.print(table)
+    _tables.print(table)
 
 
 def _print_tensor(result: Any, name: str) -> None:
@@ -349,12 +352,12 @@ def _print_tensor(result: Any, name: str) -> None:
             for use in payload.exponents:
                 length = "4 (fixed)" if use.code_length is None else str(use.code_length)
                 table.add_row(str(use.exponent), length, str(use.count), f"{use.count / total:.3%}")
-            _out.print(table)
+            _tables.print(table)
         table = Table("section", box=None)
         table.add_column("bytes", justify="right")
         for section, length in payload.sections.items():
             table.add_row(section, str(length))
-        _out.print(table)
+        _tables.print(table)
 
 
 def _size(size: int) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -30,6 +30,7 @@ from .format.manifest import (
     shard_name,
     stored_name,
 )
+from .format.model_config import CONFIG, bundle_config, dump_config
 from .format.parallel import Pool
 from .format.payload import Payload
 from .format.payload_writer import PayloadWriter
@@ -41,13 +42,12 @@ from .options import DEFAULT_SHARD_SIZE, is_selected, parse_size
 from .progress import Progress, Quiet
 from .sources import Checkpoint, CheckpointFile, find_checkpoint
 from .version import __version__
-from .workspace import Workspace, journal_path
+from .workspace import Workspace, check_target, partial_directory
 
 # Equal tensors below this size are stored again: an alias costs the loader more than it saves.
 MIN_ALIAS_BYTES = 4096
 # Files that the bundle doesn't hold under their own names: ours would take their place, or loaders would trust them.
 _INLINE_SUFFIX = ".safetensors.index.json"
-CONFIG = "config.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +145,9 @@ def convert(
     progress = progress or Quiet()
     target = Path(dst)
     _check_places(src, target)
-    checkpoint = find_checkpoint(src, journal_path(target), revision=revision, stream=stream, token=token)
+    check_target(target, resumable=True, force=force)
+    checkpoint = find_checkpoint(src, partial_directory(target), revision=revision, stream=stream, token=token)
+    _check_config(checkpoint)
     planned = _plan(checkpoint, limit)
     plan = {
         "sources": [
@@ -211,14 +213,9 @@ class _Conversion:
             if not missing and digest is not None:
                 self._hashes[source.file.path] = digest
                 continue
-            with (
-                self._checkpoint.local(source.file) as path,
-                FileRegion(path) as region,
-                ThreadPoolExecutor(1) as extra,
-            ):
+            with self._checkpoint.local(source.file) as path, FileRegion(path) as region, _Hashing(region) as hashing:
                 if region.size != source.file.size:
                     raise CheckpointError(f"{source.file.path!r} changed while it was being converted: run it again.")
-                hashing: Future[str] = extra.submit(region_sha256, region)
                 for shard in missing:
                     self._convert_shard(number, source, shard, region)
                 self._hashes[source.file.path] = hashing.result()
@@ -310,13 +307,13 @@ class _Conversion:
                 data = SubRegion(region, entry.start, entry.size)
                 scanned = encoder.scan(data, entry.dtype, self._pool)
                 storage, size = self._store(key, entry, data, scanned, writer, number, region)
+                if storage is None or storage.alias is None:
+                    known = _Stored(key, shard.number, number, scanned.crc32)
+                    self._seen.setdefault((entry.dtype, entry.shape, scanned.crc32), known)
                 if storage is None:
                     plain.append((key, entry, scanned.crc32))
                     continue
                 record["tensors"][key] = [storage.dump(), size, scanned.crc32]
-                if storage.alias is None:
-                    known = _Stored(key, shard.number, number, scanned.crc32)
-                    self._seen.setdefault((entry.dtype, entry.shape, scanned.crc32), known)
                 self._progress.advance(entry.size, size)
             # Larger elements first: then every plain tensor is aligned in the file.
             for key, entry, crc in sorted(plain, key=lambda p: -limits.DTYPE_BITS[p[1].dtype]):
@@ -326,7 +323,6 @@ class _Conversion:
                     at += piece.size
                 writer.add(key, entry.dtype, entry.shape, entry.size)
                 record["tensors"][key] = [Storage(plain_crc32=crc).dump(), entry.size, crc]
-                self._seen.setdefault((entry.dtype, entry.shape, crc), _Stored(key, shard.number, number, crc))
                 self._progress.advance(entry.size, entry.size)
             writer.finish()
             file.flush()
@@ -376,7 +372,7 @@ class _Conversion:
         known = encoder.known_lengths(encoding, entry.dtype, entry.shape)
         payload = PayloadWriter(
             writer.file, writer.position, ENCODINGS[encoding], entry.dtype, entry.shape, known,
-            spool=str(self._workspace.path),
+            spool=str(self._workspace.scratch),
         )  # fmt: skip
         try:
             return encoder.encode(data, encoding, entry.dtype, scanned, payload, self._pool).payload_size
@@ -418,30 +414,10 @@ class _Conversion:
                     data = path.read_bytes()
                     records.append(FileRecord(file.path, len(data), sha256_bytes(data), data))
                     if file.path == CONFIG:
-                        config = bundle_config(data)
+                        config = dump_config(_read_config(data))
                 else:
                     records.append(_copy(path, self._workspace.path / file.path, file.path))
         return records, config
-
-
-def bundle_config(original: bytes) -> bytes:
-    """The bundle's ``config.json`` for a model's own one (spec/1.0/format.md, section 4.5).
-
-    Raises:
-        CheckpointError: it isn't a JSON object.
-    """
-    try:
-        config = strict_json.loads(original)
-    except strict_json.JSONError as error:
-        raise CheckpointError(f"{CONFIG} is not valid JSON: {error}.") from None
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{CONFIG} is not a JSON object.")
-    entry: dict[str, Any] = {
-        "quant_method": "unweight", "format_version": limits.FORMAT_VERSION, "weights_file": limits.INDEX,
-    }  # fmt: skip
-    if "quantization_config" in config:
-        entry["original_quantization_config"] = config["quantization_config"]
-    return json.dumps(config | {"quantization_config": entry}, indent=2, ensure_ascii=False).encode() + b"\n"
 
 
 def _plan(checkpoint: Checkpoint, limit: int) -> list[_PlannedSource]:
@@ -504,15 +480,58 @@ def _copy(source: Path, target: Path, name: str) -> FileRecord:
             digest.update(piece)
             write.write(piece)
             size += len(piece)
-    shutil.copymode(source, target)
     return FileRecord(name, size, digest.hexdigest(), None)
 
 
+class _Hashing:
+    """The SHA-256 of a file, found on a thread of its own.  Leaving the block early stops it."""
+
+    def __init__(self, region: Region) -> None:
+        self._region = region
+        self._stop = threading.Event()
+        self._executor = ThreadPoolExecutor(1)
+        self._future: Future[str] = self._executor.submit(self._run)
+
+    def _run(self) -> str:
+        digest = hashlib.sha256()
+        for piece in pieces(self._region):
+            if self._stop.is_set():
+                break
+            digest.update(piece)
+        return digest.hexdigest()
+
+    def result(self) -> str:
+        return self._future.result()
+
+    def __enter__(self) -> _Hashing:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._executor.shutdown()
+
+
+def _check_config(checkpoint: Checkpoint) -> None:
+    """Whether ``config.json`` can be rewritten, before hours of work."""
+    for file in checkpoint.others:
+        if file.path == CONFIG:
+            with checkpoint.local(file) as path:
+                _read_config(path.read_bytes())
+
+
+def _read_config(original: bytes) -> dict[str, Any]:
+    try:
+        return bundle_config(original)
+    except ValueError as error:
+        what = f"not valid JSON: {error}" if isinstance(error, json.JSONDecodeError) else str(error)
+        raise CheckpointError(f"{CONFIG} is {what}. Mend it, or leave it out.") from None
+
+
 def _check_places(src: str | os.PathLike[str], target: Path) -> None:
+    if not os.fspath(src):
+        raise CheckpointError("the source is empty; give a directory, a .safetensors file or a model's id.")
     source = Path(src)
     if source.exists():
         here, there = source.resolve(), target.resolve()
         if here == there or (here.is_dir() and here in there.parents) or there in here.parents:
             raise CheckpointError(f"{str(target)!r} and {str(source)!r} must not be inside one another.")
-    if target.name in ("", ".."):
-        raise CheckpointError(f"{str(target)!r} can't be a bundle's directory; give it a name.")

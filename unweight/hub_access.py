@@ -41,8 +41,8 @@ class Repository:
 
 
 def parse_repo_id(text: str) -> str | None:
-    """The repository's id if ``text`` is one, or an ``hf://`` address of one."""
-    bare = text.removeprefix("hf://").removeprefix("models/").rstrip("/")
+    """The repository's id if ``text`` is one, or an address of one (``hf://...`` or its page's)."""
+    bare = text.removeprefix("https://huggingface.co/").removeprefix("hf://").removeprefix("models/").rstrip("/")
     return bare if _REPO_ID.fullmatch(bare) else None
 
 
@@ -192,16 +192,18 @@ def hub_errors(repo_id: str, revision: str | None = None) -> Iterator[None]:
             raise HubError(f"the Hub doesn't accept the token for {repo_id}: log in with `hf auth login`.") from error
         if status == 403:
             raise HubError(f"the token has no right to read {repo_id}: use one that has.") from error
-        raise HubError(f"the Hub failed for {repo_id}{at}: {_first_line(error)} Try again later.") from error
+        raise HubError(f"the Hub failed for {repo_id}{at}: {_first_line(error)}. Try again later.") from error
     except errors.HFValidationError as error:
         raise HubError(f"{repo_id!r} is no repository's name: {_first_line(error)}") from error
     except (ConnectionError, TimeoutError) as error:
-        raise HubError(f"the connection to the Hub failed for {repo_id}: {_first_line(error)} Run it again.") from error
+        raise HubError(
+            f"the connection to the Hub failed for {repo_id}: {_first_line(error)}. Run it again."
+        ) from error
     except Exception as error:
         # The client lets its HTTP library's errors through; they have no common base that is public.
         if type(error).__module__.partition(".")[0] in ("httpx", "httpx2", "httpcore", "httpcore2", "requests"):
             raise HubError(
-                f"the connection to the Hub failed for {repo_id}: {type(error).__name__}: {_first_line(error)} "
+                f"the connection to the Hub failed for {repo_id}: {type(error).__name__}: {_first_line(error)}. "
                 "Run it again."
             ) from error
         raise
@@ -209,4 +211,4 @@ def hub_errors(repo_id: str, revision: str | None = None) -> Iterator[None]:
 
 def _first_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
+    return lines[0].rstrip(".") if lines else type(error).__name__

@@ -123,7 +123,9 @@ def open_anywhere(bundle: str | os.PathLike[str], *, revision: str | None = None
         return open_directory(path)
     repo_id = parse_repo_id(str(bundle))
     if repo_id is None:
-        raise CheckpointError(f"no directory {str(bundle)!r}, and it isn't the name of a model on the Hub.")
+        raise CheckpointError(
+            f"no directory {str(bundle)!r}, and it isn't the id of a model on the Hub (organisation/name)."
+        )
     if snapshot := cached_snapshot(repo_id, revision):
         return open_anywhere(snapshot)
     store = HubStore(repo_id, revision, token)

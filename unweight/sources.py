@@ -19,6 +19,7 @@ from .format.safetensors_header import SafetensorsHeader, read_header
 from .hub_access import HubRegion, Repository, cached_snapshot, download, parse_repo_id, resolve
 
 WEIGHTS = ".safetensors"
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 # The same weights in other formats: a bundle that held them too wouldn't be smaller.
 OTHER_WEIGHTS = (
     "*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.ggml", "*.onnx", "*.onnx_data", "*.h5", "*.msgpack", "*.tflite",
@@ -75,6 +76,8 @@ class DirectoryCheckpoint:
                 raise CheckpointError(f"{str(path)!r} is an unweight bundle already.")
             found = sorted(_walk(path))
         else:
+            if path.suffix != WEIGHTS:
+                raise CheckpointError(f"{str(path)!r} is not a {WEIGHTS} file; save the model with safetensors first.")
             found = [path.name]
         self.weights, self.others, self.left_out = _sort(self._file(name) for name in found)
         _check_weights(self.weights, self.left_out, str(path))
@@ -152,13 +155,17 @@ def find_checkpoint(
         return DirectoryCheckpoint(path)
     repo_id = parse_repo_id(str(source))
     if repo_id is None:
-        raise CheckpointError(f"no file or directory {str(source)!r}, and it isn't the name of a model on the Hub.")
+        raise CheckpointError(
+            f"no file or directory {str(source)!r}, and it isn't the id of a model on the Hub (organisation/name)."
+        )
     if snapshot := cached_snapshot(repo_id, revision):
         return DirectoryCheckpoint(snapshot)
     return HubCheckpoint(resolve(repo_id, revision, token), work, stream=stream, token=token)
 
 
 def _read_header(region: Region, path: str) -> SafetensorsHeader:
+    if region.read(0, min(len(LFS_POINTER), region.size)).tobytes() == LFS_POINTER:
+        raise CheckpointError(f"{path!r} is a Git LFS pointer, not the file: run `git lfs pull` in its repository.")
     try:
         return read_header(region, "BUN-8", f"{path!r}")
     except CorruptFileError as error:

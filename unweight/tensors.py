@@ -119,6 +119,7 @@ class BundleFile:
         self._bundle = open_directory(path, mapped=True)
         self._device = device
         self._pool = Pool(workers)
+        self._closed = False
 
     def keys(self) -> list[str]:
         """Names of all tensors, as in the original files."""
@@ -138,6 +139,7 @@ class BundleFile:
             KeyError: there is no such tensor.
             FormatError: its bytes are damaged.
         """
+        self._check_open()
         entry = self._bundle.entry(name)
         if self._bundle.encoding(name) == "plain":
             self._bundle.check_plain(name)
@@ -157,6 +159,8 @@ class BundleFile:
         return TensorSlice(self, name)
 
     def close(self) -> None:
+        """Release the files; tensors can't be read any more."""
+        self._closed = True
         self._pool.close()
         self._bundle.close()
 
@@ -166,8 +170,13 @@ class BundleFile:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ValueError("the bundle is closed; open it again")
+
     def _rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Rows ``start`` to ``stop`` of the first dimension."""
+        self._check_open()
         entry = self._bundle.entry(name)
         inner = math.prod(entry.shape[1:]) * limits.DTYPE_BITS[entry.dtype]
         if inner % 8:  # rows of half bytes

@@ -13,6 +13,7 @@ from .format.bundle import Bundle, open_directory
 from .format.parallel import Pool
 from .format.regions import FileRegion, same_bytes
 from .progress import Progress, Quiet
+from .sources import DirectoryCheckpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,7 @@ def verify(
             progress.advance(size // 2)
         for record in opened.manifest.files:
             opened.original_file(record)
+        opened.check_config()
         if deep:
             _rebuild(opened, pool, progress)
         if against is not None:
@@ -121,9 +123,10 @@ def _compare(bundle: Bundle, against: Path, pool: Pool, progress: Progress) -> N
                         differences.append(f"{record.path}: differs")
             except FileNotFoundError:
                 differences.append(f"{record.path}: not there")
-        known = {s.path for s in bundle.manifest.sources}
-        extra = {p.relative_to(root).as_posix() for p in root.rglob("*.safetensors")} - known
-        differences += [f"{path}: not in the bundle" for path in sorted(extra) if not path.startswith(".")]
+        known = {record.path for record in [*bundle.manifest.sources, *bundle.manifest.files]}
+        there = DirectoryCheckpoint(against)
+        extra = {file.path for file in [*there.weights, *there.others]} - known
+        differences += [f"{path}: not in the bundle" for path in sorted(extra)]
     if differences:
         count = f"{len(differences)} difference" + "s" * (len(differences) > 1)
         raise VerificationError(

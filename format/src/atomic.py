@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-SUFFIX = ".tmp"
+# Not a name that a checkpoint's own file is likely to have.
+SUFFIX = ".unweight-tmp"
+_RENAME_EXCHANGE = 2
+_AT_FDCWD = -100
 
 
 @contextmanager
@@ -46,3 +50,12 @@ def sync_directory(directory: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def exchange(a: Path, b: Path) -> bool:
+    """Let two directories swap their names at once; False when the system can't (Linux can, on most file systems)."""
+    try:
+        rename = ctypes.CDLL(None, use_errno=True).renameat2
+    except (OSError, AttributeError):
+        return False
+    return bool(rename(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _RENAME_EXCHANGE) == 0)

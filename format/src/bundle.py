@@ -6,6 +6,7 @@ import hashlib
 import mmap
 import os
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import Protocol
 
@@ -14,9 +15,13 @@ from unweight.errors import CorruptFileError, FormatError, TruncatedFileError
 from . import limits, strict_json
 from .checksums import region_crc32, region_sha256
 from .manifest import FileRecord, Manifest, SourceRecord, parse_manifest, path_is_valid, stored_name
+from .model_config import CONFIG, same_config
 from .payload import Payload
-from .regions import FileRegion, MemoryRegion, Region, SubRegion
+from .regions import MemoryRegion, PathRegion, Region, SubRegion
 from .safetensors_header import SafetensorsHeader, TensorEntry, read_header
+
+# Each map holds a file descriptor.
+MAPPED_FILES = 16
 
 
 class FileStore(Protocol):
@@ -40,34 +45,33 @@ class FileStore(Protocol):
 class DirectoryStore:
     """Files in a local directory.
 
-    ``mapped`` files are views of the page cache, good for random access; others are read with ``pread``, whose pages
-    don't count as this process's memory.
+    With ``mapped``, the files last read are mapped, which suits random access; otherwise each read opens its file,
+    whose pages then don't count as this process's memory.
     """
 
     def __init__(self, directory: str | os.PathLike[str], *, mapped: bool = False) -> None:
         self.directory = Path(directory)
         self._mapped = mapped
-        self._open: dict[str, Region] = {}
+        self._regions: dict[str, PathRegion] = {}
+        self._map = lru_cache(MAPPED_FILES)(_map)
 
     def describe(self) -> str:
         return str(self.directory)
 
     def region(self, path: str) -> Region:
-        if path not in self._open:
-            self._open[path] = self._map(path) if self._mapped else FileRegion(self.directory / path)
-        return self._open[path]
-
-    def _map(self, path: str) -> Region:
-        with open(self.directory / path, "rb") as file:
-            if os.fstat(file.fileno()).st_size == 0:
-                return MemoryRegion(b"")
-            return MemoryRegion(memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)))
+        if path not in self._regions:
+            self._regions[path] = PathRegion(self.directory / path)
+        region = self._regions[path]
+        return self._map(region.path) if self._mapped and region.size else region
 
     def close(self) -> None:
-        for region in self._open.values():
-            if isinstance(region, FileRegion):
-                region.close()
-        self._open.clear()
+        self._regions.clear()
+        self._map.cache_clear()
+
+
+def _map(path: Path) -> MemoryRegion:
+    with open(path, "rb") as file:
+        return MemoryRegion(memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)))
 
 
 class Bundle:
@@ -167,6 +171,18 @@ class Bundle:
             raise CorruptFileError("BUN-14", f"file {record.path!r} isn't the original one")
         return region
 
+    def check_config(self) -> None:
+        """The bundle's own ``config.json`` (BUN-17)."""
+        for record in self.manifest.files:
+            if record.path == CONFIG and record.content is not None:
+                region = self._required(CONFIG, "BUN-17")
+                try:
+                    same = same_config(bytes(region.read(0, region.size)), record.content)
+                except ValueError as error:
+                    raise CorruptFileError("BUN-17", f"{CONFIG}: {error}") from None
+                if not same:
+                    raise CorruptFileError("BUN-17", f"{CONFIG} isn't the one that belongs to the original")
+
     def close(self) -> None:
         self.store.close()
 
@@ -262,7 +278,7 @@ def open_directory(directory: str | os.PathLike[str], *, mapped: bool = False) -
     """
     path = Path(directory)
     if not path.is_dir():
-        raise FileNotFoundError(f"no directory {str(path)!r}")
+        raise FileNotFoundError(f"no directory {str(path)!r}; a bundle on the Hub has to be downloaded first")
     if not is_bundle(path):
         raise FormatError(f"{str(path)!r} is not an unweight bundle: it has no {limits.MANIFEST}")
     store = DirectoryStore(path, mapped=mapped)

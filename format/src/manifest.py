@@ -180,6 +180,9 @@ def parse_manifest(data: bytes) -> Manifest:
             raise _corrupt("BUN-4", f"the path {path!r} is not allowed")
     if len({*paths, limits.MANIFEST, limits.INDEX}) != len(paths) + 2:
         raise _corrupt("BUN-4", "a path stands twice, or is that of the manifest or the index")
+    folders = {"/".join(parts[:i]) for parts in (path.split("/") for path in paths) for i in range(1, len(parts))}
+    if clash := folders & set(paths):
+        raise _corrupt("BUN-4", f"{min(clash)!r} is a file and a folder")
     for i, shard in enumerate(shards, 1):
         if shard.path != shard_name(i, len(shards)):
             raise _corrupt("BUN-5", f"shard {i} of {len(shards)} is called {shard.path!r}")

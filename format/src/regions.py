@@ -88,6 +88,23 @@ class FileRegion:
         self.close()
 
 
+class PathRegion:
+    """A whole file that is opened for each read: for any number of files at once."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        with FileRegion(self.path) as file:
+            self._size = file.size
+
+    @property
+    def size(self) -> int:
+        return self._size
+
+    def read(self, offset: int, length: int) -> Bytes:
+        with FileRegion(self.path) as file:
+            return file.read(offset, length)
+
+
 class SubRegion:
     """``size`` bytes of another region from ``start`` on."""
 

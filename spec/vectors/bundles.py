@@ -452,6 +452,9 @@ def path_cases() -> Iterator[Case]:
     twice = file_entry("model.safetensors", TOKENIZER, content=True)
     yield "BUN-4--file-and-source-the-same", changed(lambda d: d.manifest["files"].append(twice))
     yield "BUN-4--two-files-the-same", changed(lambda d: d.manifest["files"].append(d.manifest["files"][0]))
+    inside = file_entry("a.safetensors/more", TOKENIZER, content=True)
+    both = changed(lambda d: d.manifest["files"].append(inside), two_sources())
+    yield "BUN-4--file-in-a-source", both
     for name, path in (("manifest", MANIFEST), ("index", INDEX)):
         taken = file_entry(path, TOKENIZER, content=True)
         yield f"BUN-4--file-called-like-the-{name}", changed(lambda d, entry=taken: d.manifest["files"].append(entry))
@@ -702,6 +705,17 @@ def file_cases() -> Iterator[Case]:
     yield "BUN-16--wrong-hash", manifest_change("sources")
     another = raw_payload("BF16", [2, 2], WEIGHT.data[::-1])
     yield "BUN-16--payload-of-another-tensor", base(payload=another).files()
+    configured = tiny().files()
+    yield "BUN-17--config-missing", {path: data for path, data in configured.items() if path != "config.json"}
+    for name, change in (
+        ("config-without-our-entry", lambda c: c.pop("quantization_config")),
+        ("config-with-another-value", lambda c: c.update(torch_dtype="float16")),
+        ("config-without-the-entry-it-had", lambda c: c["quantization_config"].pop("original_quantization_config")),
+    ):
+        config = json.loads(configured["config.json"])
+        change(config)
+        yield f"BUN-17--{name}", {**configured, "config.json": json_bytes(config)}
+    yield "BUN-17--config-is-not-json", {**configured, "config.json": b"{"}
     # The header has the same tensors and the same length, but other spaces
     text = SOURCE.head.replace(b'{"w":{"dtype"', b'{"w": {"dtype"')[:-1]
     assert len(text) == len(SOURCE.head)
