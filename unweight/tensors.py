@@ -52,6 +52,11 @@ def compress(
         ValueError: ``encoding`` doesn't exist or can't hold ``x``.
     """
     dtype, shape, data = _decoded_bytes(x)
+    if len(shape) > limits.MAX_RANK or any(size > limits.MAX_ELEMENTS for size in (*shape, math.prod(shape))):
+        raise UnsupportedTensorError(
+            f"can't compress a tensor of {len(shape)} dimensions and shape {list(shape)}: a payload has at most "
+            f"{limits.MAX_RANK} dimensions, of at most 2^40, and 2^40 elements"
+        )
     source = MemoryRegion(data)
     with Pool(workers) as pool:
         scanned = encoder.scan(source, dtype, pool)
@@ -242,7 +247,7 @@ def _decoded_bytes(x: torch.Tensor | npt.NDArray[np.uint16]) -> tuple[str, tuple
         raise UnsupportedTensorError(f"need a torch tensor or a NumPy uint16 array, not {type(x).__name__}")
     names = {f"torch.{theirs}": ours for ours, theirs in _TORCH_NAMES.items()}
     dtype = names.get(str(x.dtype))
-    if dtype is None or x.layout != torch.strided or x.is_quantized or x.is_meta:
+    if dtype is None or x.is_nested or x.layout != torch.strided or x.is_quantized or x.is_meta:
         raise UnsupportedTensorError(
             f"can't compress a tensor of dtype {x.dtype}, layout {x.layout}, device {x.device.type}; "
             f"need a dense tensor with data, of one of {', '.join(sorted(_TORCH_NAMES.values()))}"

@@ -279,15 +279,14 @@ def _parse_source_header(facts: tuple[str, int, str], packed: str) -> Safetensor
 
 def _parse_storage(key: str, member: Any) -> Storage:
     if isinstance(member, dict):
-        encoding, plain, alias = (member.get(name) for name in ("encoding", "plain_crc32", "alias"))
-        set_fields = [value for value in (encoding, plain, alias) if value is not None]
-        well_typed = (
-            isinstance(encoding, str)
-            or isinstance(alias, str)
-            or (isinstance(plain, int) and not isinstance(plain, bool) and 0 <= plain <= 0xFFFFFFFF)
-        )
-        if len(set_fields) == 1 and well_typed:
-            return Storage(encoding, plain, alias)
+        ways = member.keys() & {"encoding", "plain_crc32", "alias"}
+        match [(way, member[way]) for way in ways]:
+            case [("encoding", str(encoding))]:
+                return Storage(encoding=encoding)
+            case [("alias", str(alias))]:
+                return Storage(alias=alias)
+            case [("plain_crc32", int(crc32))] if not isinstance(crc32, bool) and 0 <= crc32 <= 0xFFFFFFFF:
+                return Storage(plain_crc32=crc32)
     raise _corrupt("BUN-10", f"the storage of {key!r} is {member!r}")
 
 

@@ -97,7 +97,7 @@ def _parse_entry(name: str, member: Any, data_start: int) -> TensorEntry | str:
     if not isinstance(member, dict):
         return "isn't described by an object"
     dtype, shape, offsets = member.get("dtype"), member.get("shape"), member.get("data_offsets")
-    if dtype not in limits.DTYPE_BITS:
+    if not isinstance(dtype, str) or dtype not in limits.DTYPE_BITS:
         return f"has the unknown dtype {dtype!r}"
     if not isinstance(shape, list) or not all(_is_size(d) for d in shape):
         return f"has the shape {shape!r}"
