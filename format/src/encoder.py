@@ -154,11 +154,11 @@ def _encode_huffman(source: Region, scanned: Scan, writer: PayloadWriter, pool: 
     table = huffman.encode_table(rows.palette, lengths)
     block_words = []
 
-    def work(start: int) -> tuple[_Rows, npt.NDArray[np.int64], list[tuple[str, Bytes]], int]:
+    def work(start: int) -> tuple[_Rows, npt.NDArray[np.int64], list[tuple[str, Bytes]], int, int]:
         bits = _bits(source, start, n)
         count = bits.size
         blocks = -(-count // (limits.LANES * steps))
-        signs = np.empty(count, np.uint8)
+        signs = writer.room("sign_mantissa", start, count)
         # The last lane's unused bits, and the word that is written before it is known to be needed.
         words = np.empty(count * limits.MAX_CODE_LENGTH // 32 + limits.LANES * blocks + 2, np.uint32)
         words_in = np.empty(blocks, np.int64)
@@ -170,16 +170,13 @@ def _encode_huffman(source: Region, scanned: Scan, writer: PayloadWriter, pool: 
         lanes.encode_blocks(
             bits, steps, table, signs, words, words_in, base, delta, raw_counts, raw_rows, raw_exponents
         )
+        writer.put("sign_mantissa", start, signs)
         used = words[: int(words_in.sum())].copy()
-        sections = [
-            ("lane_base", _bytes(base)),
-            ("lane_delta", delta),
-            ("sign_mantissa", signs),
-            ("codes", _bytes(used)),
-        ]
-        return _trim(raw_counts, raw_rows, raw_exponents), words_in, sections, count
+        sections = [("lane_base", _bytes(base)), ("lane_delta", delta), ("codes", _bytes(used))]
+        return _trim(raw_counts, raw_rows, raw_exponents), words_in, sections, count, crc32(signs)
 
-    for raw, words_in, sections, count in pool.map(work, range(0, n, PIECE_ELEMENTS)):
+    for raw, words_in, sections, count, crc in pool.map(work, range(0, n, PIECE_ELEMENTS)):
+        writer.account("sign_mantissa", count, crc)
         for name, data in sections:
             writer.append(name, data)
         rows.add(raw, count)
@@ -196,20 +193,22 @@ def _encode_palette(source: Region, scanned: Scan, writer: PayloadWriter, pool: 
     rows = _RowCollector(scanned, steps, writer)
     table = palette.slot_table(rows.palette)
 
-    def work(start: int) -> tuple[_Rows, list[tuple[str, Bytes]], int]:
+    def work(start: int) -> tuple[_Rows, int, int, int]:
         bits = _bits(source, start, n)
         count = bits.size
-        signs = np.empty(count, np.uint8)
-        slots = np.empty(-(-count // 2), np.uint8)
+        signs = writer.room("sign_mantissa", start, count)
+        slots = writer.room("slots", start // 2, -(-count // 2))
         raw_counts = np.empty(-(-count // (limits.LANES * steps)), np.int64)
         raw_rows = np.empty(-(-count // limits.ROW), np.uint8)
         raw_exponents = np.empty(raw_rows.size * limits.ROW, np.uint8)
         palette.encode_blocks(bits, steps, table, signs, slots, raw_counts, raw_rows, raw_exponents)
-        return _trim(raw_counts, raw_rows, raw_exponents), [("sign_mantissa", signs), ("slots", slots)], count
+        writer.put("sign_mantissa", start, signs)
+        writer.put("slots", start // 2, slots)
+        return _trim(raw_counts, raw_rows, raw_exponents), count, crc32(signs), crc32(slots)
 
-    for raw, sections, count in pool.map(work, range(0, n, PIECE_ELEMENTS)):
-        for name, data in sections:
-            writer.append(name, data)
+    for raw, count, signs_crc, slots_crc in pool.map(work, range(0, n, PIECE_ELEMENTS)):
+        writer.account("sign_mantissa", count, signs_crc)
+        writer.account("slots", -(-count // 2), slots_crc)
         rows.add(raw, count)
     return PaletteParameters(steps, tuple(rows.palette), rows.finish())
 

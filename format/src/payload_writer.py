@@ -8,13 +8,17 @@ few, in temporary files; in memory the codes as well, since a gap in a buffer wo
 from __future__ import annotations
 
 import io
+import os
 import tempfile
 from collections.abc import Iterator
 from typing import IO
 
+import numpy as np
+
 from . import limits
-from .checksums import Buffer, crc32
+from .checksums import Buffer, combine, crc32
 from .encodings import AnyParameters
+from .regions import Bytes
 from .schema import PayloadHeader, Section, header_size, section_offsets
 
 SPOOL_IN_MEMORY = 4 << 20
@@ -24,18 +28,16 @@ class PayloadWriter:
     """Takes the sections of one payload.  Pieces of a section come in order; sections may be interleaved.
 
     Args:
-        file: what to write to, from ``base`` on.
+        file: what to write to, from ``base`` on; without one, into memory.
         kind: the encoding's parameters, for the names of its sections.
         known: the lengths of the sections whose length follows from dtype and shape.
-        spool: a directory for temporary files; without one, what has to wait does so in memory.
+        spool: a directory for temporary files, when there is a file.
     """
 
     def __init__(
-        self, file: IO[bytes], base: int, kind: type[AnyParameters], dtype: str, shape: tuple[int, ...],
+        self, file: IO[bytes] | None, base: int, kind: type[AnyParameters], dtype: str, shape: tuple[int, ...],
         known: dict[str, int], *, spool: str | None = None,
     ) -> None:  # fmt: skip
-        self._file = file
-        self._base = base
         self._kind = kind
         self._dtype = dtype
         self._shape = shape
@@ -44,27 +46,44 @@ class PayloadWriter:
         self._crcs = dict.fromkeys(kind.sections, 0)
         self._header_size = header_size(len(shape), kind)
         growing = next((i for i, name in enumerate(kind.sections) if name not in known), len(kind.sections))
-        placed = kind.sections[: growing if spool is None else growing + 1]
+        placed = kind.sections[: growing if file is None else growing + 1]
         offsets = section_offsets(self._header_size, [known.get(name, 0) for name in placed])
         self._places = dict(zip(placed, offsets, strict=True))
         self._waiting: dict[str, _Spool] = {name: _Spool(spool) for name in kind.sections if name not in self._places}
+        end = offsets[-1] + known.get(placed[-1], 0) if placed else self._header_size
+        self._target: _MemoryTarget | _FileTarget = _MemoryTarget(end) if file is None else _FileTarget(file, base)
 
     @classmethod
     def in_memory(
         cls, kind: type[AnyParameters], dtype: str, shape: tuple[int, ...], known: dict[str, int]
     ) -> PayloadWriter:
         """A writer whose payload `getvalue` gives."""
-        return cls(io.BytesIO(), 0, kind, dtype, shape, known)
+        return cls(None, 0, kind, dtype, shape, known)
 
     def append(self, section: str, data: Buffer) -> None:
         """The next piece of a section."""
-        at = self._lengths[section]
-        self._lengths[section] += memoryview(data).nbytes
-        self._crcs[section] = crc32(data, self._crcs[section])
+        length = memoryview(data).nbytes
         if section in self._places:
-            self._write(self._places[section] + at, data)
+            self.put(section, self._lengths[section], data)
         else:
             self._waiting[section].append(data)
+        self.account(section, length, crc32(data))
+
+    def room(self, section: str, offset: int, length: int) -> Bytes:
+        """A buffer for a piece of a section whose length is known: fill it, `put` it, and `account` for it in order.
+
+        From any thread.  In memory it is the piece's own place.
+        """
+        return self._target.room(self._places[section] + offset, length)
+
+    def put(self, section: str, offset: int, data: Buffer) -> None:
+        """Write a piece of a section whose length is known to its place.  From any thread."""
+        self._target.write(self._places[section] + offset, data)
+
+    def account(self, section: str, length: int, crc: int) -> None:
+        """Take a piece that has been `put` into account."""
+        self._crcs[section] = combine([(self._crcs[section], self._lengths[section]), (crc, length)])
+        self._lengths[section] += length
 
     def finish(self, parameters: AnyParameters, decoded_crc32: int) -> PayloadHeader:
         """Write what is left, the header last."""
@@ -79,27 +98,79 @@ class PayloadWriter:
         for name, section in zip(self._kind.sections, sections, strict=True):
             at = section.offset
             for piece in self._waiting[name].pieces() if name in self._waiting else ():
-                self._write(at, piece)
+                self._target.write(at, piece)
                 at += memoryview(piece).nbytes
             end = section.offset + section.length
-            self._write(end, bytes(limits.align(end) - end))
-        self._write(0, header.dump())
+            self._target.write(end, bytes(limits.align(end) - end))
+        self._target.write(0, header.dump())
         self.close()
         return header
 
     def getvalue(self) -> bytes:
         """The payload that was written into memory."""
-        assert isinstance(self._file, io.BytesIO)
-        return self._file.getvalue()
+        assert isinstance(self._target, _MemoryTarget)
+        return self._target.getvalue()
 
     def close(self) -> None:
         """Drop the temporary files; `finish` does it too."""
         for spool in self._waiting.values():
             spool.close()
 
-    def _write(self, offset: int, data: Buffer) -> None:
-        self._file.seek(self._base + offset)
-        self._file.write(data)
+
+class _FileTarget:
+    """Part of an open file.  Written without the file's buffer and position, so that several threads can."""
+
+    def __init__(self, file: IO[bytes], base: int) -> None:
+        file.flush()
+        self._fd = file.fileno()
+        self._base = base
+
+    def room(self, offset: int, length: int) -> Bytes:
+        return np.empty(length, np.uint8)
+
+    def write(self, offset: int, data: Buffer) -> None:
+        view = memoryview(data).cast("B")
+        done = 0
+        while done < len(view):
+            done += os.pwrite(self._fd, view[done:], self._base + offset + done)
+
+
+class _MemoryTarget:
+    """A buffer that becomes a `bytes` object without another copy.
+
+    The part whose size is known is there from the start, as untouched pages, so that several threads write to it and
+    share the cost of the page faults.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._buffer = io.BytesIO(bytes(size))
+        self._start: memoryview | None = self._buffer.getbuffer()
+        self._address = np.frombuffer(self._start, np.uint8).ctypes.data if size else 0
+
+    def room(self, offset: int, length: int) -> Bytes:
+        assert self._start is not None
+        return np.frombuffer(self._start, np.uint8, length, offset)
+
+    def write(self, offset: int, data: Buffer) -> None:
+        view = memoryview(data).cast("B")
+        if self._start is not None and offset + len(view) <= len(self._start):
+            place = self._start[offset : offset + len(view)]
+            if not isinstance(data, np.ndarray) or data.ctypes.data != self._address + offset:
+                place[:] = view
+            return
+        self._grow()
+        self._buffer.seek(offset)
+        self._buffer.write(view)
+
+    def getvalue(self) -> bytes:
+        self._grow()
+        return self._buffer.getvalue()
+
+    def _grow(self) -> None:
+        """From here on the buffer may move."""
+        if self._start is not None:
+            self._start.release()
+            self._start = None
 
 
 class _Spool:
