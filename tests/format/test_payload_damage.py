@@ -351,6 +351,17 @@ def test_bits_behind_the_last_lane_are_named(reseal, pool):
     assert caught.value.rule == "HUF-8"
 
 
+@pytest.mark.parametrize(("encoding", "counts"), [("huffman", 136), ("palette", 120)])
+def test_counts_of_unused_slots_are_named(reseal, pool, encoding, counts):
+    payload = unweight.compress(np.array([0x3F80, 0x3F00, 0x3F80], np.uint16), encoding=encoding)
+    assert struct.unpack_from("<16Q", payload, counts) == (1, 2, *[0] * 14)
+
+    for slot in (2, 15):
+        with pytest.raises(CorruptFileError) as caught:
+            decode(reseal(put(payload, counts + 8 * slot, U64, 1)), pool)
+        assert caught.value.rule == "ROW-4"
+
+
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_a_wrong_section_checksum_is_named(payload, pool, encoding):
     """The header's own checksum is put right by hand: `reseal` would mend the section's too."""
