@@ -26,6 +26,8 @@ from .regions import Bytes, pieces
 # Elements in a piece of the row encodings: large enough to hide a call's cost, small enough to bound memory.
 PIECE_ELEMENTS = 1 << 20
 RAW_PIECE = 4 << 20
+# Checksums of a payload of this size take less time than starting threads.
+CHECKED_AT_ONCE = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +192,9 @@ def decode_all(payload: Payload, pool: Pool, *, verify: bool = True) -> Bytes:
     parts = list(pool.map(decode, decoder.pieces()))
     if verify:
         _check_decoded(payload, parts)
-        list(pool.map(payload.check_section, type(payload.header.parameters).sections))
+        sections = type(payload.header.parameters).sections
+        large = payload.header.payload_size > CHECKED_AT_ONCE
+        list((pool.map if large else map)(payload.check_section, sections))
     return out
 
 

@@ -9,6 +9,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import chain, islice
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -22,16 +23,26 @@ class Pool:
         if workers is not None and workers < 1:
             raise ValueError(f"workers is {workers}; it must be at least 1")
         self.workers = workers or available_processors()
-        self._executor = ThreadPoolExecutor(self.workers, "unweight") if self.workers > 1 else None
+        self._executor: ThreadPoolExecutor | None = None
 
     def map(self, function: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
-        """Results in the order of ``items``; at most ``2 * workers`` of them are computed ahead."""
-        if self._executor is None:
+        """Results in the order of ``items``; at most ``2 * workers`` of them are computed ahead.
+
+        A single item is worked on at once: for small tensors, starting threads would take longer than the work.
+        """
+        if self.workers == 1:
             yield from map(function, items)
             return
+        source = iter(items)
+        ahead = list(islice(source, 2))
+        if len(ahead) < 2:
+            yield from map(function, ahead)
+            return
+        if self._executor is None:
+            self._executor = ThreadPoolExecutor(self.workers, "unweight")
         waiting: deque[Future[R]] = deque()
         try:
-            for item in items:
+            for item in chain(ahead, source):
                 waiting.append(self._executor.submit(function, item))
                 if len(waiting) >= 2 * self.workers:
                     yield waiting.popleft().result()
