@@ -123,7 +123,7 @@ def _compare(bundle: Bundle, against: Path, pool: Pool, progress: Progress) -> N
                         differences.append(f"{record.path}: differs")
             except FileNotFoundError:
                 differences.append(f"{record.path}: not there")
-        known = {record.path for record in [*bundle.manifest.sources, *bundle.manifest.files]}
+        known = {source.path for source in bundle.manifest.sources} | {file.path for file in bundle.manifest.files}
         there = DirectoryCheckpoint(against)
         extra = {file.path for file in [*there.weights, *there.others]} - known
         differences += [f"{path}: not in the bundle" for path in sorted(extra)]
