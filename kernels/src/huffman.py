@@ -29,6 +29,8 @@ import triton
 import triton.language as tl
 from unweight.codec.huffman import canonical_codes
 
+from .outputs import output
+
 LANES = 32
 ROW = 64
 # Words behind the codes, so that no lane can leave the array: 12 bits a step at most, and the look-ahead.
@@ -337,14 +339,7 @@ def huffman_decode(weights: HuffmanWeights, out: torch.Tensor | None = None) -> 
     Raises:
         ValueError: ``out`` has another shape, dtype, stride or device.
     """
-    device = weights.codes.device
-    if out is None:
-        out = torch.empty(weights.shape, dtype=torch.bfloat16, device=device)
-    elif out.dtype != torch.bfloat16 or out.shape != weights.shape or not out.is_contiguous() or out.device != device:
-        raise ValueError(
-            f"out must be contiguous bfloat16 {list(weights.shape)} on {device}, "
-            f"not {out.dtype} {list(out.shape)} on {out.device}"
-        )
+    out = output(weights.shape, weights.codes.device, out)
     n = weights.sign_mantissa.numel()
     grid = (weights.lane_base.numel(),)
     _huffman_decode_kernel[grid](

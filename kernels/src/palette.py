@@ -21,6 +21,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .outputs import output
+
 ROW = 64
 
 
@@ -133,14 +135,7 @@ def palette_decode(weights: PaletteWeights, out: torch.Tensor | None = None) -> 
     Raises:
         ValueError: ``out`` has another shape, dtype, stride or device.
     """
-    device = weights.slots.device
-    if out is None:
-        out = torch.empty(weights.shape, dtype=torch.bfloat16, device=device)
-    elif out.dtype != torch.bfloat16 or out.shape != weights.shape or not out.is_contiguous() or out.device != device:
-        raise ValueError(
-            f"out must be contiguous bfloat16 {list(weights.shape)} on {device}, "
-            f"not {out.dtype} {list(out.shape)} on {out.device}"
-        )
+    out = output(weights.shape, weights.slots.device, out)
     n = weights.sign_mantissa.numel()
     bits = out.view(torch.int16)
     block = 2048

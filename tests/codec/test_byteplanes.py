@@ -52,7 +52,7 @@ def assert_breaks(rule, piece, size=SIZE):
     assert isinstance(caught.value.args[1], str)
 
 
-@pytest.mark.parametrize("units", [1, 2, 255, 5000])
+@pytest.mark.parametrize("units", [1, 2, 60, 255, 5000])
 @pytest.mark.parametrize("planes", [1, 2, 4, 8])
 @pytest.mark.parametrize("kind", ["random", "text", "zeros", "smooth"])
 def test_round_trip(kind, planes, units):
