@@ -18,12 +18,12 @@ from pathlib import Path
 
 import torch
 import triton
+
+import unweight
 from unweight.format.payload import Payload
 from unweight.format.regions import MemoryRegion
 from unweight.kernels.huffman import HuffmanWeights, huffman_decode
 from unweight.kernels.palette import PaletteWeights, palette_decode
-
-import unweight
 
 SHAPES = [(1024, 4096), (4096, 4096), (6144, 4096), (14336, 4096), (4096, 14336), (28672, 4096), (128256, 4096)]
 COLD_BYTES = 200 << 20

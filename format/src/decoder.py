@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from unweight.codec import byteplanes, huffman, lanes, palette
 
+from unweight.codec import byteplanes, huffman, lanes, palette
 from unweight.errors import CorruptFileError
 
 from . import limits
@@ -215,7 +215,14 @@ def iterate(payload: Payload, pool: Pool) -> Iterator[Bytes]:
 
 
 def decode_range(payload: Payload, pool: Pool, start: int, stop: int) -> Bytes:
-    """Decoded bytes ``start`` to ``stop``; only the pieces that hold them are decoded."""
+    """Decoded bytes ``start`` to ``stop``; only the units that hold them are decoded.
+
+    Raises:
+        ValueError: the tensor hasn't these bytes.
+        CorruptFileError: a rule is broken.
+    """
+    if not 0 <= start <= stop <= payload.header.decoded_size:
+        raise ValueError(f"bytes {start} to {stop} of a tensor of {payload.header.decoded_size} bytes")
     decoder = Decoder(payload)
     out = np.empty(stop - start, np.uint8)
 

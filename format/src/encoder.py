@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
 from unweight.codec import byteplanes, choose, huffman, lanes, palette, planes
 
 from . import limits

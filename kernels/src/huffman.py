@@ -27,6 +27,7 @@ import numpy.typing as npt
 import torch
 import triton
 import triton.language as tl
+
 from unweight.codec.huffman import canonical_codes
 
 from .outputs import output

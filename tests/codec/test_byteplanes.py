@@ -12,6 +12,7 @@ import tracemalloc
 import numpy as np
 import pytest
 import zstandard
+
 from unweight.codec import byteplanes
 
 MAGIC = bytes.fromhex("28b52ffd")

@@ -7,10 +7,10 @@
 
 import numpy as np
 import pytest
-from unweight.codec import choose
-from unweight.format import limits
 
 import unweight
+from unweight.codec import choose
+from unweight.format import limits
 
 
 def test_steps_follow_the_size():

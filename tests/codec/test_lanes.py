@@ -12,6 +12,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+
 from unweight.codec import huffman, lanes
 
 STEPS = [64, 128, 256, 512]

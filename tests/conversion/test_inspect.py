@@ -13,10 +13,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from checkpoints import DTYPE_BITS, noise, read_files, read_header, regular, safetensors, weights, write_files
-from unweight.format.regions import FileRegion
 
 from unweight import convert, inspect
 from unweight.errors import CheckpointError
+from unweight.format.regions import FileRegion
 from unweight.kinds import KINDS
 
 TENSORS = {

@@ -26,10 +26,10 @@ from typing import Any
 
 import pytest
 from checkpoints import json_file, language_model, noise, read_files, regular, safetensors, weights, write_files
-from unweight.format.bundle import is_bundle
 
 from unweight import convert, restore, verify
 from unweight.errors import CheckpointError, DiskFullError, InterruptedConversionError
+from unweight.format.bundle import is_bundle
 from unweight.progress import Quiet
 
 

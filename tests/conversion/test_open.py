@@ -14,11 +14,11 @@ from checkpoints import Tensor, noise, regular, safetensors, weights, write_file
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
-from unweight.format import decoder
 
 import unweight
 from unweight import convert
 from unweight.errors import CorruptFileError, FormatError
+from unweight.format import decoder
 
 torch = pytest.importorskip("torch")
 

@@ -7,9 +7,9 @@ import zlib
 
 import numpy as np
 import pytest
-from unweight.format.regions import MemoryRegion
 
 import unweight
+from unweight.format.regions import MemoryRegion
 
 
 def reseal_payload(payload: bytes) -> bytes:

@@ -11,6 +11,7 @@ import os
 import stat
 
 import pytest
+
 from unweight.format.atomic import SUFFIX, atomic_file, sync_directory, write_file
 
 

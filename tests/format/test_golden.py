@@ -7,12 +7,12 @@ The tensor has a row with 16 different exponents, then six elements of which the
 """
 
 import numpy as np
+
+import unweight
 from unweight.codec import choose
 from unweight.format.encodings import HuffmanParameters
 from unweight.format.payload import Payload
 from unweight.format.regions import MemoryRegion
-
-import unweight
 
 DECODED = bytes.fromhex(
     "0038253bca3980b894b839b85ebf833aa839cd38723817b8bcbe61ba0639ab38503875389abd3fba64b989382e385338f83c"

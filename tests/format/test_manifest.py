@@ -18,11 +18,11 @@ import zlib
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
+from unweight.errors import CorruptFileError, FormatError, UnsupportedFeatureError, UnsupportedVersionError
 from unweight.format import limits, manifest, strict_json
 from unweight.format.bundle import Bundle
 from unweight.format.regions import MemoryRegion
-
-from unweight.errors import CorruptFileError, FormatError, UnsupportedFeatureError, UnsupportedVersionError
 
 SHA = "0123456789abcdef" * 4
 

@@ -11,6 +11,7 @@ import time
 
 import numpy as np
 import pytest
+
 from unweight.format.parallel import Pool, available_processors
 
 

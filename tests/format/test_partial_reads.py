@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
+import unweight
 from unweight.codec import choose, lanes
+from unweight.errors import CorruptFileError
 from unweight.format import decoder, encoder
 from unweight.format.parallel import Pool
 from unweight.format.payload import Payload
 from unweight.format.regions import MemoryRegion
-
-import unweight
-from unweight.errors import CorruptFileError
 
 STEPS = 64
 BLOCK = 32 * STEPS
@@ -194,3 +194,10 @@ def test_a_range_does_not_see_damage_elsewhere(bits, payloads, encoding):
         assert decoder.decode_range(opened, pool, 0, 2000).tobytes() == bits.tobytes()[:2000]
         with pytest.raises(CorruptFileError):
             decoder.decode_all(opened, pool)
+
+
+@pytest.mark.parametrize(("start", "stop"), [(9999, 10_001), (-1, 5), (7, 6)], ids=["behind", "before", "backwards"])
+def test_refuses_ranges_that_are_not_there(start, stop):
+    payload = Payload(MemoryRegion(unweight.compress(np.zeros(5000, np.uint16), encoding="huffman")))
+    with Pool(1) as pool, pytest.raises(ValueError, match="of a tensor of 10000 bytes"):
+        decoder.decode_range(payload, pool, start, stop)

@@ -18,12 +18,6 @@ import zlib
 
 import numpy as np
 import pytest
-from unweight.format import decoder, limits
-from unweight.format.encodings import HuffmanParameters, PaletteParameters, RawParameters, ZstdParameters
-from unweight.format.parallel import Pool
-from unweight.format.payload import Payload
-from unweight.format.regions import MemoryRegion
-from unweight.format.schema import PayloadHeader, Section, parse_header, section_offsets
 
 import unweight
 from unweight.errors import (
@@ -33,6 +27,12 @@ from unweight.errors import (
     UnsupportedFeatureError,
     UnsupportedVersionError,
 )
+from unweight.format import decoder, limits
+from unweight.format.encodings import HuffmanParameters, PaletteParameters, RawParameters, ZstdParameters
+from unweight.format.parallel import Pool
+from unweight.format.payload import Payload
+from unweight.format.regions import MemoryRegion
+from unweight.format.schema import PayloadHeader, Section, parse_header, section_offsets
 
 ENCODINGS = ["huffman", "palette", "zstd", "raw"]
 U16, U32, U64 = "<H", "<I", "<Q"

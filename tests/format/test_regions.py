@@ -11,10 +11,10 @@ import threading
 
 import numpy as np
 import pytest
-from unweight.format import checksums, regions
-from unweight.format.regions import FileRegion, MemoryRegion, SubRegion
 
 from unweight.errors import TruncatedFileError
+from unweight.format import checksums, regions
+from unweight.format.regions import FileRegion, MemoryRegion, SubRegion
 
 DATA = np.random.default_rng(0).integers(0, 256, 10_000, np.uint8).tobytes()
 

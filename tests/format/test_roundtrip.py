@@ -16,16 +16,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+import unweight
 from unweight.codec import choose
+from unweight.errors import UnsupportedTensorError
 from unweight.format import decoder, encoder, payload_writer
 from unweight.format.encodings import ENCODINGS
 from unweight.format.parallel import Pool
 from unweight.format.payload import Payload
 from unweight.format.payload_writer import PayloadWriter
 from unweight.format.regions import MemoryRegion
-
-import unweight
-from unweight.errors import UnsupportedTensorError
 
 KINDS = [
     "one-value", "two", "uniform-15", "uniform-16", "uniform-17", "uniform-256", "geometric", "fibonacci", "outliers",

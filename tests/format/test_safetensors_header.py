@@ -13,11 +13,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save
+
+from unweight.errors import CorruptFileError, TruncatedFileError
 from unweight.format import limits
 from unweight.format.regions import MemoryRegion
 from unweight.format.safetensors_header import parse_header, read_header
-
-from unweight.errors import CorruptFileError, TruncatedFileError
 
 RULE = "BUN-7"
 

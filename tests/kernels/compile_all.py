@@ -6,6 +6,7 @@ import sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+
 from unweight.kernels import huffman, palette
 
 POINTERS = {

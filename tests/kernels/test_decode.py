@@ -9,13 +9,13 @@
 import numpy as np
 import pytest
 import torch
+
+import unweight
 from unweight.codec import choose, huffman
 from unweight.format.payload import Payload
 from unweight.format.regions import MemoryRegion
 from unweight.kernels.huffman import HuffmanWeights, code_table, huffman_decode
 from unweight.kernels.palette import PaletteWeights, palette_decode
-
-import unweight
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SIZES = [1, 63, 64, 65, 4096, 4097, 9000]

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
+import unweight
+from unweight.errors import FormatError
 from unweight.format.bundle import Bundle, DirectoryStore, open_directory
 from unweight.format.decoder import decode_all
 from unweight.format.parallel import Pool
 from unweight.format.payload import Payload
 from unweight.format.regions import MemoryRegion
-
-import unweight
-from unweight.errors import FormatError
 
 VECTORS = Path(__file__).parents[2] / "spec" / "vectors"
 
