@@ -31,7 +31,7 @@ def test_readme_commands():
     from unweight.cli import app
 
     commands = typer.main.get_command(app).commands
-    shown = re.findall(r"`?unweight ([a-z]+) ", README)
+    shown = re.findall(r"(?:^|`|&& )unweight ([a-z]+)\b", README, re.MULTILINE)
     assert set(shown) >= {"convert", "restore", "verify", "inspect", "decompress"}
     assert set(shown) <= set(commands)
     for name, row in re.findall(r"^\| `unweight (\w+)[^|]*\|(.*)\|$", README, re.MULTILINE):
