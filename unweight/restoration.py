@@ -15,9 +15,8 @@ from typing import IO
 from .errors import CheckpointError, CorruptFileError
 from .format import limits, strict_json
 from .format.atomic import atomic_file, write_file
-from .format.bundle import Bundle, open_directory
-from .format.decoder import tensor_bytes
-from .format.manifest import SourceRecord
+from .format.bundle import Bundle, open_directory, sha256_bytes
+from .format.decoder import source_bytes, tensor_bytes
 from .format.parallel import Pool
 from .format.regions import Region, pieces
 from .options import DEFAULT_SHARD_SIZE, is_selected, parse_size
@@ -68,7 +67,7 @@ def restore(
         for source in manifest.sources:
             digest = hashlib.sha256()
             with _create(workspace.path / source.path) as file:
-                for piece in _source_bytes(opened, source, pool):
+                for piece in source_bytes(opened, source, pool):
                     digest.update(piece)
                     file.write(piece)
                     progress.advance(len(piece))
@@ -121,13 +120,6 @@ def decompress_bundle(
                 files.append(RestoredFile(record.path, record.size, record.sha256))
         workspace.publish()
     return RestorationReport(str(target), files, time.monotonic() - begin)
-
-
-def _source_bytes(bundle: Bundle, source: SourceRecord, pool: Pool) -> Iterator[bytes | memoryview]:
-    yield source.header.raw
-    for key, _ in bundle.source_tensors(source):
-        for piece in tensor_bytes(bundle, key, pool):
-            yield memoryview(piece)
 
 
 def _by_folder(bundle: Bundle, include: Sequence[str], exclude: Sequence[str]) -> dict[str, dict[str, str]]:
@@ -190,9 +182,7 @@ def _write_plain(
         total = sum(bundle.entry(key).size for key in names.values())
         index = strict_json.dumps({"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})
         write_file(root / path_in("model.safetensors.index.json"), index)
-        files.append(
-            RestoredFile(path_in("model.safetensors.index.json"), len(index), hashlib.sha256(index).hexdigest())
-        )
+        files.append(RestoredFile(path_in("model.safetensors.index.json"), len(index), sha256_bytes(index)))
     return files
 
 

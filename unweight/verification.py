@@ -77,15 +77,14 @@ def verify(
 
 def _rebuild(bundle: Bundle, pool: Pool, progress: Progress) -> None:
     """BUN-16: decode everything."""
-    from .format.decoder import tensor_bytes
+    from .format.decoder import source_bytes
 
     progress.start("Decoding", sum(source.size for source in bundle.manifest.sources))
     for source in bundle.manifest.sources:
-        digest = hashlib.sha256(source.header.raw)
-        for key, _ in bundle.source_tensors(source):
-            for piece in tensor_bytes(bundle, key, pool):
-                digest.update(piece)
-                progress.advance(piece.size)
+        digest = hashlib.sha256()
+        for piece in source_bytes(bundle, source, pool):
+            digest.update(piece)
+            progress.advance(len(piece))
         if digest.hexdigest() != source.sha256:
             raise CorruptFileError("BUN-16", f"the rebuilt {source.path!r} doesn't have its SHA-256")
 

@@ -19,6 +19,7 @@ from . import limits
 from .bundle import Bundle
 from .checksums import combine, crc32
 from .encodings import HuffmanParameters, PaletteParameters, RawParameters, RowParameters, ZstdParameters
+from .manifest import SourceRecord
 from .parallel import Pool
 from .payload import U32, LaneIndex, Payload, RowIndex, naming
 from .regions import Bytes, pieces
@@ -244,6 +245,14 @@ def tensor_bytes(bundle: Bundle, key: str, pool: Pool) -> Iterator[Bytes]:
         yield from pieces(bundle.stored_region(key))
     else:
         yield from iterate(bundle.payload(key), pool)
+
+
+def source_bytes(bundle: Bundle, source: SourceRecord, pool: Pool) -> Iterator[memoryview]:
+    """The bytes of a source, rebuilt: its header, then its tensors in the order of their data."""
+    yield memoryview(source.header.raw)
+    for key, _ in bundle.source_tensors(source):
+        for piece in tensor_bytes(bundle, key, pool):
+            yield memoryview(piece)
 
 
 def _check_decoded(payload: Payload, parts: list[tuple[int, int]]) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import ClassVar, Protocol
 
+from unweight.codec.huffman import is_complete
 from unweight.errors import CorruptFileError
 
 from . import limits
@@ -123,12 +124,8 @@ class HuffmanParameters:
         lengths = tuple(data[24 : 24 + used])
         if any(data[24 + used : 40]) or max_length != max(lengths):
             raise CorruptFileError("HUF-3", "unused code lengths aren't zero, or max_code_length isn't the largest")
-        top = limits.MAX_CODE_LENGTH
-        if used == 1:
-            complete = lengths == (0,)
-        else:
-            complete = all(1 <= n <= top for n in lengths) and sum(1 << (top - n) for n in lengths) == 1 << top
-        if not complete:
+        several = all(1 <= n <= limits.MAX_CODE_LENGTH for n in lengths) and is_complete(lengths)
+        if not (lengths == (0,) if used == 1 else several):
             raise CorruptFileError("HUF-3", f"code lengths {list(lengths)} don't fill the code space")
         return cls(steps, palette, lengths, _parse_counts(used, data[40:]))
 
