@@ -239,6 +239,71 @@ def inspect(
 
 
 @app.command()
+def tune(
+    target: Annotated[
+        str, typer.Argument(help="Bundle (directory or id on the Hub), or shapes like 14336x4096,4096x4096.")
+    ],
+    batch: Annotated[
+        list[int] | None,
+        typer.Option("--batch", min=1, help="Rows of activations; may be given again.  By default 1, 2, 4, ... 512."),
+    ] = None,
+    residency: Annotated[
+        list[str] | None,
+        typer.Option("--residency", help="palette (by default) or huffman; may be given again."),
+    ] = None,
+    op: Annotated[
+        list[str] | None,
+        typer.Option("--op", help="linear (by default), transposed or swiglu; may be given again."),
+    ] = None,
+    budget: Annotated[
+        float | None, typer.Option("--budget", min=0, help="Seconds after which the rest is skipped.")
+    ] = None,
+    export: Annotated[
+        Path | None,
+        typer.Option("--export", help="Write a table of the best choices, as it is shipped for some GPUs."),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Measure again what was measured before.")] = False,
+    workers: Annotated[
+        int | None, typer.Option("--workers", min=1, help="Processes that compile ahead; by default up to eight.")
+    ] = None,
+    revision: Revision = None,
+    token: Token = None,
+    as_json: Json = False,
+) -> None:
+    """Measure the kernels on this machine's GPU for the matrices of a model, and remember the fastest."""
+    from .tuning import CandidateBar
+    from .tuning import tune as run
+
+    with CandidateBar(_err) as bar:
+        report = run(
+            target, batches=batch or (), residencies=residency or (), ops=op or (), budget_seconds=budget,
+            export=export, force=force, workers=workers, revision=revision, token=token, progress=bar,
+        )  # fmt: skip
+    for line in dict.fromkeys(line for product in report.products for line in product.problems):
+        _err.print(f"refused: {line}")
+    for product_left in report.left:
+        _err.print(f"left, for lack of time: {product_left}")
+    if as_json:
+        _print_json(report)
+        return
+    table = Table("op", "weights", "matrix", box=None)
+    for column in ("batch", "us", "BF16 us", "speed"):
+        table.add_column(column, justify="right")
+    table.add_column("choice")
+    for p in report.products:
+        times = [f"{value:.1f}" if value else "-" for value in (p.microseconds, p.dense_microseconds)]
+        speed = f"{p.dense_microseconds / p.microseconds:.2f}x" if p.dense_microseconds and p.microseconds else "-"
+        choice = p.choice or f"none of {p.candidates} candidates passed"
+        table.add_row(p.op, p.residency, f"{p.n}x{p.k}", str(p.batch), *times, speed, choice)
+    _tables.print(table)
+    new = sum(p.is_new for p in report.products)
+    _out.print(
+        f"{report.device}: {len(report.products)} products, {new} of them measured now, {report.seconds:.0f} s: "
+        f"{report.cache}" + (f"; table: {report.exported}" if report.exported else "")
+    )
+
+
+@app.command()
 def demo(
     directory: Annotated[
         Path | None, typer.Argument(help="Where to keep the files; by default they are temporary.")

@@ -22,7 +22,7 @@ import pytest
 from checkpoints import json_file, language_model, read_files, safetensors, weights, write_files
 
 NORM = "model.layers.0.input_layernorm.weight"
-COMMANDS = ["convert", "restore", "decompress", "verify", "inspect", "demo"]
+COMMANDS = ["convert", "restore", "decompress", "verify", "inspect", "tune", "demo"]
 
 
 def lines(text: str) -> list[str]:

@@ -1,41 +1,63 @@
-"""Compile every kernel to machine code for one architecture, without a GPU: python compile_all.py 90"""
+"""Compile kernels to machine code for one architecture, without a GPU: python compile_all.py 90 [--all] [compile_stream
+...]
 
-import itertools
+A module ``compile_*`` yields kernel, signature, constants and options from ``cases()``, and the names of arguments that
+are known for multiples of 16, if the kernel needs that; if it has ``CAPABILITIES``, it
+is for those only.  Of a kernel's cases the first and the last are compiled, or all of them with ``--all``, which takes
+half an hour.  Prints how many there were for each kernel.
+"""
+
+import importlib
+import inspect
 import sys
+import time
+from pathlib import Path
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from unweight.kernels import huffman, palette
-
-POINTERS = {
-    "out_ptr": "*i16", "codes_ptr": "*i32", "block_words_ptr": "*i32", "lane_base_ptr": "*i16", "lane_delta_ptr": "*u8",
-    "sign_mantissa_ptr": "*u8", "raw_rank_ptr": "*i32", "raw_rows_ptr": "*u8", "raw_exponents_ptr": "*u8",
-    "table_ptr": "*u8", "palette_ptr": "*i32", "slots_ptr": "*u8", "raw_at_ptr": "*i64", "n": "i64",
-}  # fmt: skip
+sys.path.insert(0, str(Path(__file__).parent))
 
 
-def cases():
-    usual = itertools.product((64, 128, 256, 512), (True, False), (10,))
-    for steps, even, bits in [*usual, (256, True, 0), (256, True, 12)]:
-        yield huffman._huffman_decode_kernel, {"STEPS": steps, "EVEN": even, "BITS": bits, "ASM": True}, {}, 1
-    yield palette._palette_decode_kernel, {"BLOCK": 2048}, {"table_ptr": "*i32"}, 8
-    yield palette._raw_rows_kernel, {}, {}, 1
+def source(kernel, signature, constants, aligned=()):
+    attributes = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+    if getattr(kernel, "is_gluon", lambda: False)():
+        from triton.experimental.gluon._runtime import GluonASTSource
+
+        return GluonASTSource(kernel, signature, constexprs=constants, attrs=attributes)
+    return ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
+
+
+def selected(names, capability, everything):
+    cases = {}
+    for name in names:
+        module = importlib.import_module(name)
+        if capability not in getattr(module, "CAPABILITIES", (capability,)):
+            continue
+        takes_capability = "capability" in inspect.signature(module.cases).parameters
+        for case in module.cases(capability) if takes_capability else module.cases():
+            cases.setdefault(f"{case[0].__module__}.{case[0].__name__}", {})[str(case[1:])] = case
+    for name, found in cases.items():
+        found = [*found.values()]
+        yield name, found if everything else [found[0], *found[-1:][: len(found) - 1]]
 
 
 def main():
-    target = GPUTarget("cuda", int(sys.argv[1]), 32)
-    count = 0
-    for kernel, constants, overrides, warps in cases():
-        types = POINTERS | overrides
-        signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}
-        compiled = triton.compile(
-            ASTSource(kernel, signature, constexprs=constants), target=target, options={"num_warps": warps}
-        )
-        assert compiled.asm["cubin"]
-        count += 1
-    print(count)
+    here = Path(__file__).parent
+    arguments = [a for a in sys.argv[2:] if a != "--all"]
+    names = arguments or sorted(p.stem for p in here.glob("compile_*.py") if p.stem != "compile_all")
+    capability = int(sys.argv[1])
+    for name, cases in selected(names, capability, "--all" in sys.argv):
+        begin = time.monotonic()
+        for kernel, signature, constants, options, *aligned in cases:
+            compiled = triton.compile(
+                source(kernel, signature, constants, *aligned),
+                target=GPUTarget("cuda", capability, 32),
+                options=options,
+            )
+            assert compiled.asm["cubin"], name
+        print(f"{name}: {len(cases)} in {time.monotonic() - begin:.1f} s")
 
 
 if __name__ == "__main__":

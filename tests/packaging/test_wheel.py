@@ -42,9 +42,13 @@ def test_contents(wheel):
         names = archive.namelist()
     tops = {name.split("/")[0] for name in names}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"unweight"}
-    for needed in ("__init__.py", "py.typed", "cli.py", "codec/lanes.py", "format/schema.py", "kernels/huffman.py"):
+    for needed in (
+        "__init__.py", "py.typed", "cli.py", "codec/lanes.py", "format/schema.py", "kernels/huffman.py",
+        "kernels/configs/nvidia_h200.json",
+    ):  # fmt: skip
         assert f"unweight/{needed}" in names
-    assert not [name for name in names if name.startswith("unweight/") and not name.endswith((".py", "py.typed"))]
+    other = {n for n in names if n.startswith("unweight/") and not n.endswith((".py", "py.typed"))}
+    assert {n for n in other if not n.startswith("unweight/kernels/configs/") or not n.endswith(".json")} == set()
 
 
 def test_metadata(wheel):
