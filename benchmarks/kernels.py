@@ -43,6 +43,7 @@ from kernels_results import (
     load,
     mark_chosen,
     merge,
+    nothing,
     replace,
     save,
     sum_tokens,
@@ -330,7 +331,9 @@ def main() -> int:
     """Run the benchmark; return 1 if something gave wrong results."""
     options = parse_arguments()
     if options.report is not None:
-        finish(json.loads(options.report.read_text()), options.report.parent, plot=not options.no_plot)
+        found = json.loads(options.report.read_text())
+        result = nothing(found["device"], found["versions"]) | found
+        finish(result, options.report.parent, plot=not options.no_plot)
         return 0
     from unweight.errors import DeviceError
 

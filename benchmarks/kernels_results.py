@@ -80,10 +80,14 @@ FIRST = "llama-3.1-8b"
 # The file
 
 
+def nothing(device: str, versions: dict[str, str]) -> Result:
+    """Results without a row."""
+    return {"device": device, "versions": versions, "copy_bytes_per_s": None, "token": {}} | {name: [] for name in KEYS}
+
+
 def load(path: Path, device: str, versions: dict[str, str]) -> tuple[Result, str | None]:
     """The results of earlier runs, or empty ones; and why earlier ones can't be continued, if there are any."""
-    empty: Result = {"device": device, "versions": versions, "copy_bytes_per_s": None}
-    empty |= {name: [] for name in KEYS} | {"token": {}}
+    empty = nothing(device, versions)
     try:
         found = json.loads(path.read_text())
     except FileNotFoundError:

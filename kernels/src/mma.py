@@ -25,13 +25,14 @@ from .tiles import STRIP, UNIT, PaletteTiles, cdiv
 MAX_ROWS = 64
 # A row of a unit in the three planes.
 ROW_BYTES = UNIT * 3 // 2
-# What memory delivers to a multiprocessor before the first product: so much should be asked for by then.
+# To rank candidates, from one Hopper GPU and its instructions' latencies.  What memory delivers to a multiprocessor
+# before the first product, which should have been asked for by then; how much faster than memory the L2 cache is; how
+# much more than its share of memory's speed a multiprocessor takes; and that share in the time that one warp needs for
+# its 16 rows of a unit.
 IN_FLIGHT = 96 << 10
-# How much faster than memory the L2 cache is, how much more than its share of memory a multiprocessor can take from
-# it, and the bytes that a multiprocessor's share is in the time in which a warp multiplies its rows of a unit.
 L2_SPEED = 1.4
 SHARE = 2.0
-WARP_BYTES = 2700
+WARP_BYTES = 4500
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +63,9 @@ def num_warps(config: MmaConfig) -> int:
 
 
 def shared_bytes(config: MmaConfig) -> int:
-    """Shared memory of a program: stages, and a chunk of escapes.  Sums that are exchanged at the end fit in the first."""
-    return (
-        config.stages * config.units * (config.rows * ROW_BYTES + config.block_m * UNIT * 2) + config.units * UNIT * 4
-    )
+    """Shared memory of a program: stages, in which the exchange of sums at the end fits too, and a chunk of escapes."""
+    unit = config.rows * ROW_BYTES + config.block_m * UNIT * 2
+    return config.stages * config.units * unit + config.units * UNIT * 4
 
 
 def config_error(config: MmaConfig, problem: Problem, device: DeviceInfo) -> str | None:
@@ -114,20 +114,16 @@ def search_space(problem: Problem, device: DeviceInfo) -> list[MmaConfig]:
 
 
 def _cost(config: MmaConfig, problem: Problem, device: DeviceInfo) -> float:
-    """How long a product may take, where 1 is what memory needs for the weights: to rank candidates."""
+    """How long a product may take, where 1 is what memory needs for the weights."""
     programs, sms = cdiv(problem.n, config.rows), device.multiprocessors
-    room = max(1, min((device.shared_memory + 1024) // (shared_bytes(config) + 1024), 32 // num_warps(config)))
+    # A thread has up to 128 registers, or more where shared memory has no room for other programs anyway.
+    room = max(1, min((device.shared_memory + 1024) // (shared_bytes(config) + 1024), 16 // num_warps(config)))
     residents = min(room, cdiv(programs, sms))
     traffic = 1 + problem.m * UNIT * 2 / (config.rows * ROW_BYTES)
     busiest = residents * sms / min(programs, residents * sms)
     in_flight = residents * (config.stages - 1) * config.units * config.rows * ROW_BYTES
-    computing = (
-        cdiv(programs, room * sms)
-        * sms
-        * WARP_BYTES
-        * cdiv(config.rows, STRIP)
-        / (config.parts * problem.n * ROW_BYTES)
-    )
+    warp = WARP_BYTES * cdiv(config.rows, STRIP) / (config.parts * problem.n * ROW_BYTES / sms)
+    computing = cdiv(programs, room * sms) * warp
     return (
         max(1.0, traffic / L2_SPEED, traffic * busiest / SHARE, computing)
         + max(0.0, IN_FLIGHT / in_flight - 1) / 4

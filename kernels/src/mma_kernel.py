@@ -1,18 +1,18 @@
 """The device side of `mma`: a ring of stages in shared memory, decoded in registers and multiplied.
 
 Work
-    A program owns ``ROWS`` rows of W and all of K.  A *stage* is ``UNITS`` units of 64 columns, of the weights and of x.
-    ``PARTS`` groups of warps multiply different units of a stage; their sums are added at the end.
+    A program owns ``ROWS`` rows of W and all of K.  A *stage* is ``UNITS`` units of 64 columns, of the weights and of
+    x.  ``PARTS`` groups of warps multiply different units of a stage; their sums are added at the end.
 
 Stages
-    They are copied asynchronously, ``STAGES - 1`` ahead.  A thread reads just the words that it copied itself, x is read
-    by all.  Even and odd stages have memory of their own: Triton puts a barrier between a copy to and a load from the
-    same memory, whatever the places.  So one barrier for a stage is left, which says that all threads' copies of it have
-    come and that all have read the stage before it.
+    They are copied asynchronously, ``STAGES - 1`` ahead.  A thread reads just the words that it copied itself, while x
+    is read by all.  Even and odd stages have memory of their own, because Triton puts a barrier between a copy to and
+    a load from the same memory, whatever the places.  So there is one barrier for a stage: it says that all threads'
+    copies have come, and that all have read the stage before.
 
 Escapes
-    Before the first stage is multiplied, while it is on its way.  Up to 64 entries of the list for a part are one more
-    unit: the values, each in its row, by their columns of x.
+    They are multiplied before the first stage, while that is on its way: 64 entries of the list for a part are one
+    more unit, of the values, each in its row, and of their columns of x.
 """
 
 from __future__ import annotations
@@ -132,7 +132,8 @@ def _operand(w0, w1, w2, w3, WORDS: gl.constexpr, STRIPS: gl.constexpr, PARTS: g
 @gluon.jit
 def _multiply(
     ring, slot, acc, tables,
-    WORDS: gl.constexpr, STRIPS: gl.constexpr, PARTS: gl.constexpr, UNITS: gl.constexpr, A: gl.constexpr, B: gl.constexpr,
+    WORDS: gl.constexpr, STRIPS: gl.constexpr, PARTS: gl.constexpr, UNITS: gl.constexpr, A: gl.constexpr,
+    B: gl.constexpr,
 ):  # fmt: skip
     """Add a stage's products."""
     nibbles, low, stages = ring
