@@ -116,8 +116,9 @@ def search_space(problem: Problem, device: DeviceInfo) -> list[MmaConfig]:
 def _cost(config: MmaConfig, problem: Problem, device: DeviceInfo) -> float:
     """How long a product may take, where 1 is what memory needs for the weights."""
     programs, sms = cdiv(problem.n, config.rows), device.multiprocessors
-    # A thread has up to 128 registers, or more where shared memory has no room for other programs anyway.
-    room = max(1, min((device.shared_memory + 1024) // (shared_bytes(config) + 1024), 16 // num_warps(config)))
+    # With few sums a thread has up to 128 registers, of the 64 Ki of a multiprocessor.
+    warps = 16 if config.block_m * cdiv(config.rows, STRIP) <= 32 else 8
+    room = max(1, min((device.shared_memory + 1024) // (shared_bytes(config) + 1024), warps // num_warps(config)))
     residents = min(room, cdiv(programs, sms))
     traffic = 1 + problem.m * UNIT * 2 / (config.rows * ROW_BYTES)
     busiest = residents * sms / min(programs, residents * sms)

@@ -86,6 +86,36 @@ def _griddepcontrol(WHAT: gl.constexpr):
 
 
 @gluon.jit
+def _places(
+    planes_ptr, to_next, PLANES: gl.constexpr, TURNS: gl.constexpr, WORDS: gl.constexpr, STRIPS: gl.constexpr,
+    PARTS: gl.constexpr,
+):  # fmt: skip
+    """Where words [turn, plane, part, strip, word] of the first stage are, and each one's unit."""
+    LAYOUT: gl.constexpr = words_layout(TURNS * PLANES, WORDS, STRIPS, PARTS)
+    at = gl.arange(0, TURNS * PLANES * PARTS * STRIPS * WORDS, layout=LAYOUT)
+    part = at // (WORDS * STRIPS) % PARTS
+    plane = at // (WORDS * STRIPS * PARTS) % PLANES
+    unit = at // (WORDS * STRIPS * PARTS * PLANES) * PARTS + part
+    pointers = planes_ptr + unit * 1536 + plane * 512 + at % WORDS
+    if STRIPS == 2:
+        pointers += at // WORDS % 2 * to_next
+    return pointers, unit
+
+
+@gluon.jit
+def _tables(tables_ptr, strip, next_strip, WORDS: gl.constexpr, STRIPS: gl.constexpr, PARTS: gl.constexpr):
+    """The two words of the table for each word of weights.
+
+    Their address seems to depend on the thread.  Otherwise they would be kept in a register that all threads share,
+    and be copied from there for each byte permutation.
+    """
+    at = gl.arange(0, PARTS * STRIPS * WORDS, layout=words_layout(1, WORDS, STRIPS, PARTS)) // 4
+    table = 2 * gl.where(at // (WORDS // 4) % STRIPS == 0, strip, next_strip)
+    tables_ptr = tables_ptr.to(gl.pointer_type(gl.int32)) + gl.minimum(table, table + at)
+    return gl.load(tables_ptr), gl.load(tables_ptr + 1)
+
+
+@gluon.jit
 def _copy_weights(ring, slot, weights, step, UNITS: gl.constexpr, EVEN: gl.constexpr):
     """Ask for a stage's words; zeros beyond the last unit."""
     nibbles, low, _ = ring
@@ -207,11 +237,14 @@ def _row(place, entry, first_of_next, half, ROWS: gl.constexpr, PARTS: gl.conste
 
 @gluon.jit
 def _add_escapes(
-    acc, stage, words, lists, entries, x, bounds, half,
+    acc, stage, placed, lists, entries, x, bounds, half,
     ROWS: gl.constexpr, BLOCK_M: gl.constexpr, TURNS: gl.constexpr, PARTS: gl.constexpr, GATHER: gl.constexpr,
     A: gl.constexpr, B: gl.constexpr,
 ):  # fmt: skip
-    """Add the products of a list, by way of a stage of x; ``entries`` are the first chunk's."""
+    """Add the products of a list, by way of a stage of x and of rows and values in ``placed``.
+
+    ``entries`` are the first chunk's: a chunk's are loaded before the one in front is multiplied.
+    """
     first, first_of_next, last = bounds
     x_ptr, stride_x, M = x
     m = _along(GATHER, 1, BLOCK_M)
@@ -227,11 +260,11 @@ def _add_escapes(
         entries = _entries(lists, chunk + SIZE * TURNS, last, TURNS, PARTS, GATHER)
         for turn in gl.static_range(TURNS):
             row = _row(places[turn], chunk + turn * SIZE, first_of_next, half, ROWS, PARTS, GATHER)
-            words.index(turn).store((row << 16) | (values[turn].to(gl.int32) & 0xFFFF))
+            placed.index(turn).store((row << 16) | (values[turn].to(gl.int32) & 0xFFFF))
             stage.slice(turn * PARTS, PARTS).store(columns[turn])
         for turn in gl.static_range(TURNS):
             if chunk + turn * SIZE < last:
-                a = _in_rows(words.index(turn).load(A), ROWS, A)
+                a = _in_rows(placed.index(turn).load(A), ROWS, A)
                 acc = mma_v2(a, stage.slice(turn * PARTS, PARTS).permute([0, 2, 1]).load(B), acc)
     return acc
 
@@ -244,6 +277,22 @@ def _in_rows(word, ROWS: gl.constexpr, A: gl.constexpr):
 
 
 # Kernel
+
+
+@gluon.jit
+def _store(
+    out_ptr, bias_ptr, sums, row, M, N,
+    ROWS: gl.constexpr, BLOCK_M: gl.constexpr, WARPS: gl.constexpr, BIAS: gl.constexpr,
+):  # fmt: skip
+    """Round and write the sums of rows of W from ``row`` on."""
+    OUT: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, WARPS], [0, 1])
+    out = gl.convert_layout(sums, OUT)
+    n = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, OUT))
+    m = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, OUT))
+    if BIAS:
+        out += gl.load(bias_ptr + n, mask=n < N, other=0.0).to(gl.float32)[:, None]
+    pointers = out_ptr + m[None, :].to(gl.int64) * N + n[:, None]
+    gl.store(pointers, out.to(gl.bfloat16), mask=(m < M)[None, :] & (n < N)[:, None])
 
 
 @gluon.jit(do_not_specialize=["M", "K", "strips", "stride_x"])
@@ -262,8 +311,6 @@ def mma_kernel(
     )
     A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     B: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
-    NIBBLES: gl.constexpr = words_layout(TURNS, WORDS, STRIPS, PARTS)
-    LOW: gl.constexpr = words_layout(2 * TURNS, WORDS, STRIPS, PARTS)
     PLANE: gl.constexpr = UNITS * STRIPS * WORDS
     SLOTS: gl.constexpr = STAGES // 2
     rings = (
@@ -273,7 +320,7 @@ def mma_kernel(
     GATHER: gl.constexpr = gl.BlockedLayout([1, 1, 2], [1, 1, 32], [PARTS, WARPS, 1], [2, 1, 0])
     # Turns whose columns of x are held in registers on their way.
     CHUNK: gl.constexpr = min(TURNS, max(64 // BLOCK_M, 1))
-    words = gl.allocate_shared_memory(gl.int32, [CHUNK, PARTS, 1, 64], gl.SwizzledSharedLayout(2, 1, 1, [2, 1, 0]))
+    placed = gl.allocate_shared_memory(gl.int32, [CHUNK, PARTS, 1, 64], gl.SwizzledSharedLayout(2, 1, 1, [2, 1, 0]))
     if VECTOR:
         # So that the compiler knows that 16 bytes may be copied.
         K = K * 8
@@ -293,19 +340,11 @@ def mma_kernel(
     first_of_next = gl.load(start_ptr + units)
     last = gl.load(start_ptr + (next_strip + 1 - strip).to(gl.int64) * units)
 
-    planes_ptr = planes_ptr.to(gl.pointer_type(gl.int32)) + strip.to(gl.int64) * units * 1536 + half * WORDS
-    tables_ptr = tables_ptr.to(gl.pointer_type(gl.int32))
     to_next = (next_strip - strip).to(gl.int64) * units * 1536
-    n_at = gl.arange(0, PLANE, layout=NIBBLES)
-    n_unit = n_at // (WORDS * STRIPS)
-    l_at = gl.arange(0, 2 * PLANE, layout=LOW)
-    l_unit = l_at // (WORDS * STRIPS * PARTS * 2) * PARTS + l_at // (WORDS * STRIPS) % PARTS
-    n_ptr = planes_ptr + n_unit * 1536 + n_at % WORDS
-    l_ptr = planes_ptr + l_unit * 1536 + l_at % WORDS + 512 + l_at // (WORDS * STRIPS * PARTS) % 2 * 512
-    if STRIPS == 2:
-        n_ptr += n_at // WORDS % 2 * to_next
-        l_ptr += l_at // WORDS % 2 * to_next
-    weights = (n_ptr, n_unit, l_ptr, l_unit, units)
+    planes_ptr = planes_ptr.to(gl.pointer_type(gl.int32)) + strip.to(gl.int64) * units * 1536 + half * WORDS
+    nibbles_ptr, nibbles_unit = _places(planes_ptr, to_next, 1, TURNS, WORDS, STRIPS, PARTS)
+    low_ptr, low_unit = _places(planes_ptr + 512, to_next, 2, TURNS, WORDS, STRIPS, PARTS)
+    weights = (nibbles_ptr, nibbles_unit, low_ptr, low_unit, units)
     WARPS_M: gl.constexpr = min(BLOCK_M // 4, WARPS * PARTS)
     LX: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 4, 8], [WARPS * PARTS // WARPS_M, WARPS_M, 1], [2, 1, 0])
     m = _along(LX, 1, BLOCK_M)
@@ -317,11 +356,7 @@ def mma_kernel(
             if not PDL:
                 _copy_x(rings[stage % 2], stage // 2, x, stage, UNITS, EVEN, VECTOR)
         async_copy.commit_group()
-    # Each thread seems to load its own, so that it keeps them in its own registers.
-    thread = gl.arange(0, PARTS * STRIPS * WORDS, layout=words_layout(1, WORDS, STRIPS, PARTS)) // 4
-    table = 2 * gl.where(thread // (WORDS // 4) % STRIPS == 0, strip, next_strip)
-    tables_ptr += gl.minimum(table, table + thread)
-    tables = (gl.load(tables_ptr), gl.load(tables_ptr + 1))
+    tables = _tables(tables_ptr, strip, next_strip, WORDS, STRIPS, PARTS)
     entries = _entries((at_ptr, bits_ptr), first, last, CHUNK, PARTS, GATHER)
     if PDL:
         # Weights don't depend on the kernel before this one, activations do.
@@ -334,7 +369,7 @@ def mma_kernel(
 
     acc = gl.zeros([PARTS, ROWS, BLOCK_M], gl.float32, layout=MMA)
     acc = _add_escapes(
-        acc, rings[1][2].index(SLOTS - 1), words, (at_ptr, bits_ptr), entries, (x_ptr, stride_x, M),
+        acc, rings[1][2].index(SLOTS - 1), placed, (at_ptr, bits_ptr), entries, (x_ptr, stride_x, M),
         (first, first_of_next, last), half, ROWS, BLOCK_M, CHUNK, PARTS, GATHER, A, B,
     )  # fmt: skip
     if PDL:
@@ -351,11 +386,6 @@ def mma_kernel(
                 WORDS, STRIPS, PARTS, UNITS, STAGES, EVEN, VECTOR, A, B,
             )  # fmt: skip
 
-    OUT: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, WARPS * PARTS], [0, 1])
-    out = gl.convert_layout(gl.sum(acc, axis=0), OUT)
-    n = (strip * 64 + half * 32) + gl.arange(0, ROWS, layout=gl.SliceLayout(1, OUT))
-    m = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, OUT))
-    if BIAS:
-        out += gl.load(bias_ptr + n, mask=n < N, other=0.0).to(gl.float32)[:, None]
-    y = out_ptr + m[None, :].to(gl.int64) * N + n[:, None]
-    gl.store(y, out.to(gl.bfloat16), mask=(m < M)[None, :] & (n < N)[:, None])
+    _store(
+        out_ptr, bias_ptr, gl.sum(acc, axis=0), strip * 64 + half * 32, M, N, ROWS, BLOCK_M, WARPS * PARTS, BIAS
+    )  # fmt: skip

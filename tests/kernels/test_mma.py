@@ -28,6 +28,7 @@ from products import (
 )
 
 from unweight.kernels import tiles
+from unweight.kernels.devices import device_info
 from unweight.kernels.mma import MmaConfig, config_error, mma_linear, num_warps, search_space
 from unweight.kernels.problems import DeviceInfo, Problem
 
@@ -51,18 +52,10 @@ CONFIGS = [
     MmaConfig(64, 128, 1, 2, 4),
 ]
 if CUDA:
-    CONFIGS += [
-        config
-        for m in (1, 16, 32, 64)
-        for n in (1024, 4096, 14336)
-        for config in search_space(Problem("linear", "palette", m, n, 4096), H200)
-        if not config.pdl
-    ]
-    CONFIGS += [MmaConfig(16, 64, 1, 2, 6, 1), MmaConfig(8, 128, 2, 2, 4, 1)] * (
-        torch.cuda.get_device_capability() >= (9, 0)
-    )
-    memory = torch.cuda.get_device_properties(0).shared_memory_per_block_optin
-    device = dataclasses.replace(H200, shared_memory=memory)
+    device = device_info(torch.device("cuda", 0))
+    for rows_of_x, rows_of_w in ((1, 4096), (16, 4096), (16, 14336), (64, 14336)):
+        CONFIGS += search_space(Problem("linear", "palette", rows_of_x, rows_of_w, 4096), device)[:3]
+    CONFIGS += [MmaConfig(16, 64, 1, 2, 6, 1), MmaConfig(8, 128, 2, 2, 4, 1)]
     CONFIGS = [c for c in CONFIGS if config_error(c, Problem("linear", "palette", 1, 64, 64), device) is None]
 CONFIGS = list(dict.fromkeys(CONFIGS))
 SHAPES = [(1, 1, 1), (3, 70, 130), (8, 64, 64), (13, 65, 71), (16, 129, 520), (33, 200, 72), (64, 31, 264)]
@@ -89,16 +82,16 @@ def test_configurations(config, k):
     """K of one unit, of an odd number of stages, and of many stages with a last one that isn't whole."""
     weights = matrix("outliers", 200, k)
     for m in (config.block_m, config.block_m * 3 // 4):
-        x, bias = random(m, k, seed=1), random(200, seed=2)
-        assert_product(multiply(x, tiles.pack(weights), bias, config), x, weights, bias)
+        x = random(m, k, seed=1)
+        assert_product(multiply(x, tiles.pack(weights), config=config), x, weights)
 
 
 @pytest.mark.gpu
 @gpu
 @pytest.mark.parametrize(("m", "n", "k"), SHAPES)
 def test_shapes(m, n, k):
-    weights, x = matrix("outliers", n, k), random(m, k, seed=1)
-    assert_product(multiply(x, tiles.pack(weights)), x, weights)
+    weights, x, bias = matrix("outliers", n, k), random(m, k, seed=1), random(n, seed=2)
+    assert_product(multiply(x, tiles.pack(weights), bias), x, weights, bias)
 
 
 @pytest.mark.gpu
