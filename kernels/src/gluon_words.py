@@ -10,29 +10,25 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from .words import ASSEMBLY, CONSTRAINTS
+
+
+@gluon.constexpr_function
+def words_layout(strips, rows):
+    """Of int32 [rows, 32], the words of one or more planes of a tile's units: a thread's are those that it
+    multiplies."""
+    registers = [[0, 1], [0, 2]] + [[16 * strips << i, 0] for i in range((rows // (16 * strips)).bit_length() - 1)]
+    warps = [[4, 0], [8, 0]] + ([[16, 0]] if strips == 2 else [])
+    lanes = [[0, 4], [0, 8], [0, 16], [1, 0], [2, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], [rows, 32])
+
 
 @gluon.jit
 def decode_words(nibbles, low0, low1, table0, table1):
     """`words.decode_words` for Gluon."""
     return gl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 s, t, u, v;
-        and.b32 s, $4, 0x7777;
-        shr.u32 t, $4, 16;
-        and.b32 t, t, 0x7777;
-        prmt.b32 u, $7, $8, s;
-        prmt.b32 v, $7, $8, t;
-        lop3.b32 u, $4, 0x80808080, u, 0xEA;
-        shl.b32 t, $4, 4;
-        lop3.b32 v, t, 0x80808080, v, 0xEA;
-        prmt.b32 $0, $5, u, 0x5140;
-        prmt.b32 $1, $5, u, 0x7362;
-        prmt.b32 $2, $6, v, 0x5140;
-        prmt.b32 $3, $6, v, 0x7362;
-        }
-        """,
-        "=&r,=&r,=&r,=&r,r,r,r,r,r",
+        ASSEMBLY,
+        CONSTRAINTS,
         [nibbles, low0, low1, table0, table1],
         dtype=(gl.int32, gl.int32, gl.int32, gl.int32),
         is_pure=True,

@@ -30,7 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .gluon_words import decode_words, operand, put_escapes, record_entry
+from .gluon_words import decode_words, operand, put_escapes, record_entry, words_layout
 
 # Strips of a tile, each with a warp group.
 STRIPS = gl.constexpr(2)
@@ -333,9 +333,7 @@ def _consume(
     total, share, begin, split_tiles, steps, tiles_n, tiles_m, strips, units = work
     ACC: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_M, 16])
     A: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
-    WORDS: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 1], [0, 2]], [[0, 4], [0, 8], [0, 16], [1, 0], [2, 0]], [[4, 0], [8, 0]], [], [16, 32]
-    )
+    WORDS: gl.constexpr = words_layout(1, 16)
     # Of a thread's four words of a plane, which lie together.
     owner = (
         gl.arange(0, 16, layout=gl.SliceLayout(1, WORDS))[:, None] * 8

@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .gluon_words import decode_words, operand
+from .gluon_words import decode_words, operand, words_layout
 
 # Triton 3.6 and later ones have different names, and orders of arguments.
 _barrier = getattr(gl, "barrier", None) or gl.thread_barrier
@@ -37,16 +37,6 @@ def _to_shared(destination, pointers, mask):
         _load(destination, pointers, mask=mask)
     else:
         _copy(destination, pointers, mask=mask)
-
-
-@gluon.constexpr_function
-def words_layout(strips, rows):
-    """Of int32 [rows, 32], the words of one or more planes of a tile's units: a thread's are those that it
-    multiplies."""
-    registers = [[0, 1], [0, 2]] + [[16 * strips << i, 0] for i in range((rows // (16 * strips)).bit_length() - 1)]
-    warps = [[4, 0], [8, 0]] + ([[16, 0]] if strips == 2 else [])
-    lanes = [[0, 4], [0, 8], [0, 16], [1, 0], [2, 0]]
-    return gl.DistributedLinearLayout(registers, lanes, warps, [], [rows, 32])
 
 
 @gluon.jit

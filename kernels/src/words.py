@@ -10,6 +10,28 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+# Words of planes 0, 1 and 2, and the table's two, to four words: for Triton and, in `gluon_words`, for Gluon.
+ASSEMBLY = tl.constexpr(
+    """
+    {
+    .reg .b32 s, t, u, v;
+    and.b32 s, $4, 0x7777;
+    shr.u32 t, $4, 16;
+    and.b32 t, t, 0x7777;
+    prmt.b32 u, $7, $8, s;
+    prmt.b32 v, $7, $8, t;
+    lop3.b32 u, $4, 0x80808080, u, 0xEA;
+    shl.b32 t, $4, 4;
+    lop3.b32 v, t, 0x80808080, v, 0xEA;
+    prmt.b32 $0, $5, u, 0x5140;
+    prmt.b32 $1, $5, u, 0x7362;
+    prmt.b32 $2, $6, v, 0x5140;
+    prmt.b32 $3, $6, v, 0x7362;
+    }
+    """
+)
+CONSTRAINTS = tl.constexpr("=&r,=&r,=&r,=&r,r,r,r,r,r")
+
 
 @triton.jit
 def _permute_bytes(low, high, selector):
@@ -38,24 +60,8 @@ def decode_words(nibbles, low0, low1, table0, table1, ASM: tl.constexpr):
         table0 = nibbles * 0 + table0
         table1 = nibbles * 0 + table1
         return tl.inline_asm_elementwise(
-            """
-            {
-            .reg .b32 s, t, u, v;
-            and.b32 s, $4, 0x7777;
-            shr.u32 t, $4, 16;
-            and.b32 t, t, 0x7777;
-            prmt.b32 u, $7, $8, s;
-            prmt.b32 v, $7, $8, t;
-            lop3.b32 u, $4, 0x80808080, u, 0xEA;
-            shl.b32 t, $4, 4;
-            lop3.b32 v, t, 0x80808080, v, 0xEA;
-            prmt.b32 $0, $5, u, 0x5140;
-            prmt.b32 $1, $5, u, 0x7362;
-            prmt.b32 $2, $6, v, 0x5140;
-            prmt.b32 $3, $6, v, 0x7362;
-            }
-            """,
-            "=&r,=&r,=&r,=&r,r,r,r,r,r",
+            ASSEMBLY,
+            CONSTRAINTS,
             [nibbles, low0, low1, table0, table1],
             dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
             is_pure=True,

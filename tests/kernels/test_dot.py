@@ -14,8 +14,10 @@ The interpreter multiplies in fp32: the same indices, masks and decoding, withou
 import pytest
 import torch
 from products import (
+    A100,
     CUDA,
     GPU_ONLY,
+    H200,
     PLACES,
     Output,
     assert_as_exact_as_dense,
@@ -30,10 +32,8 @@ from torch.nn.functional import silu
 
 from unweight.kernels import dot, tiles
 from unweight.kernels.dot import DotConfig, config_error, dot_linear, dot_swiglu, dot_transposed, search_space
-from unweight.kernels.problems import DeviceInfo, Problem
+from unweight.kernels.problems import Problem
 
-H200 = DeviceInfo("NVIDIA H200", (9, 0), 132, 232448, True, "3.6.0", "12.8")
-A100 = DeviceInfo("NVIDIA A100-SXM4-80GB", (8, 0), 108, 166912, True, "3.6.0", "12.8")
 OPS = ("linear", "swiglu", "transposed")
 gpu = pytest.mark.skipif(not CUDA, reason=GPU_ONLY)
 

@@ -12,9 +12,11 @@
 import pytest
 import torch
 from products import (
+    A100,
     CUDA,
     DEVICE,
     GPU_ONLY,
+    H200,
     PLACES,
     Output,
     assert_as_exact_as_dense,
@@ -28,10 +30,8 @@ from products import (
 
 from unweight.kernels import tiles
 from unweight.kernels.gemv import GemvConfig, config_error, gemv_linear, search_space
-from unweight.kernels.problems import DeviceInfo, Problem
+from unweight.kernels.problems import Problem
 
-H200 = DeviceInfo("NVIDIA H200", (9, 0), 132, 232448, True, "3.6.0", "12.8")
-A100 = DeviceInfo("NVIDIA A100-SXM4-80GB", (8, 0), 108, 166912, True, "3.6.0", "12.8")
 CONFIGS = [GemvConfig(8, 4, 4), GemvConfig(4, 4, 2), GemvConfig(2, 4, 1), GemvConfig(16, 2, 4), GemvConfig(32, 1, 4)]
 if CUDA:
     CONFIGS += search_space(Problem("linear", "palette", 4, 4096, 4096), H200)[::4]

@@ -14,8 +14,10 @@ import dataclasses
 import pytest
 import torch
 from products import (
+    A100,
     CUDA,
     DEVICE,
+    H200,
     PLACES,
     Output,
     assert_as_exact_as_dense,
@@ -32,8 +34,6 @@ from unweight.kernels.devices import device_info
 from unweight.kernels.mma import MmaConfig, config_error, mma_linear, num_warps, search_space
 from unweight.kernels.problems import DeviceInfo, Problem
 
-H200 = DeviceInfo("NVIDIA H200", (9, 0), 132, 232448, True, "3.6.0", "12.8")
-A100 = DeviceInfo("NVIDIA A100-SXM4-80GB", (8, 0), 108, 166912, True, "3.6.0", "12.8")
 L4 = DeviceInfo("NVIDIA L4", (8, 9), 58, 101376, True, "3.6.0", "12.8")
 CONFIGS = [
     MmaConfig(8),

@@ -14,9 +14,11 @@ import torch
 import triton
 import triton.language as tl
 from products import (
+    A100,
     CUDA,
     DEVICE,
     GPU_ONLY,
+    H200,
     Output,
     assert_as_exact_as_dense,
     assert_bits,
@@ -34,10 +36,8 @@ from unweight.kernels.planes import (
     planes_transposed,
     search_space,
 )
-from unweight.kernels.problems import DeviceInfo, Problem
+from unweight.kernels.problems import Problem
 
-H200 = DeviceInfo("NVIDIA H200", (9, 0), 132, 232448, True, "3.6.0", "12.8")
-A100 = DeviceInfo("NVIDIA A100-SXM4-80GB", (8, 0), 108, 166912, True, "3.6.0", "12.8")
 OPS = ("linear", "transposed")
 gpu = pytest.mark.skipif(not CUDA, reason=GPU_ONLY)
 

@@ -10,15 +10,12 @@ import dataclasses
 
 import pytest
 import torch
+from hopper import HOPPER, on_hopper, rms, weights
 
-from unweight.kernels.problems import DeviceInfo, Problem
+from unweight.kernels.problems import Problem
 from unweight.kernels.stream import StreamConfig, config_error, scratch_size, search_space, stream_linear, stream_swiglu
 from unweight.kernels.tiles import pack, stack
 
-HOPPER = DeviceInfo("NVIDIA H200", (9, 0), 132, 232448, gluon=True, triton="3.6.0", cuda="13.0")
-on_hopper = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
-)
 CONFIGS = [
     StreamConfig(8, 2, 4, overlap=0),
     StreamConfig(8, 2, 7, split=0, overlap=0, pdl=1),
@@ -43,21 +40,6 @@ def info():
 def scratch(m, n, k, config, op="linear"):
     floats, ints = scratch_size(config, Problem(op, "palette", m, n, k), info())
     return torch.full((floats,), float("nan"), device="cuda"), torch.zeros(ints, dtype=torch.int32, device="cuda")
-
-
-def weights(n, k, kind, seed=0):
-    g = torch.Generator(device="cuda").manual_seed(seed)
-    w = torch.randn(n, k, device="cuda", generator=g) * 0.02
-    if kind == "outliers":
-        w[:, ::7] *= 1e-30
-    if kind == "scales":
-        far = torch.rand(n, k, device="cuda", generator=g) < 0.1
-        w = torch.where(far, w * torch.exp2(torch.randint(-60, 60, (n, k), device="cuda", generator=g)), w)
-    return w.bfloat16()
-
-
-def rms(actual, exact):
-    return float((actual.double() - exact).norm() / exact.norm())
 
 
 def test_search_space():

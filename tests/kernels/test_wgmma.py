@@ -10,15 +10,12 @@ import dataclasses
 
 import pytest
 import torch
+from hopper import HOPPER, on_hopper, rms, weights
 
-from unweight.kernels.problems import DeviceInfo, Problem
+from unweight.kernels.problems import Problem
 from unweight.kernels.tiles import pack
 from unweight.kernels.wgmma import WgmmaConfig, config_error, search_space, wgmma_linear
 
-HOPPER = DeviceInfo("NVIDIA H200", (9, 0), 132, 232448, gluon=True, triton="3.6.0", cuda="13.0")
-on_hopper = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
-)
 CONFIGS = [
     WgmmaConfig(8, 2, 2, 5),
     WgmmaConfig(8, 1, 2, 8, pdl=1),
@@ -30,21 +27,6 @@ CONFIGS = [
     WgmmaConfig(64, 1, 2, 8, pdl=1),
 ]
 SHAPES = [(64, 64), (128, 256), (130, 200), (520, 72), (1024, 4096), (4096, 1000)]
-
-
-def weights(n, k, kind, seed=0):
-    g = torch.Generator(device="cuda").manual_seed(seed)
-    w = torch.randn(n, k, device="cuda", generator=g) * 0.02
-    if kind == "outliers":
-        w[:, ::7] *= 1e-30
-    if kind == "scales":
-        far = torch.rand(n, k, device="cuda", generator=g) < 0.1
-        w = torch.where(far, w * torch.exp2(torch.randint(-60, 60, (n, k), device="cuda", generator=g)), w)
-    return w.bfloat16()
-
-
-def rms(actual, exact):
-    return float((actual.double() - exact).norm() / exact.norm())
 
 
 def test_search_space():

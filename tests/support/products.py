@@ -3,7 +3,10 @@
 import torch
 
 from unweight.kernels import tiles
+from unweight.kernels.problems import DeviceInfo
 
+H200 = DeviceInfo("NVIDIA H200", (9, 0), 132, 232448, True, "3.6.0", "12.8")
+A100 = DeviceInfo("NVIDIA A100-SXM4-80GB", (8, 0), 108, 166912, True, "3.6.0", "12.8")
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 GPU_ONLY = "the Triton interpreter has no BF16 arithmetic"
