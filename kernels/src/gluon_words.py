@@ -37,7 +37,7 @@ def decode_words(nibbles, low0, low1, table0, table1):
 
 
 @gluon.jit
-def _two(word):
+def two(word):
     """A word's patterns as BF16, the lower one first."""
     return gl.inline_asm_elementwise(
         "mov.b32 {$0, $1}, $2;", "=h,=h,r", [word], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=1
@@ -47,10 +47,10 @@ def _two(word):
 @gluon.jit
 def operand(w0, w1, w2, w3, A: gl.constexpr, STRIPS: gl.constexpr = 1):
     """The four words of `decode_words`, each int32 [16 STRIPS, 32], as BF16 [64 STRIPS, 64] in layout ``A``."""
-    a0, a1 = _two(w0)
-    b0, b1 = _two(w1)
-    c0, c1 = _two(w2)
-    d0, d1 = _two(w3)
+    a0, a1 = two(w0)
+    b0, b1 = two(w1)
+    c0, c1 = two(w2)
+    d0, d1 = two(w3)
     half0 = gl.join(gl.join(a0, a1), gl.join(b0, b1))
     half1 = gl.join(gl.join(c0, c1), gl.join(d0, d1))
     # Strip and w, the upper bits of g, its lowest bit, t, j, p, h, half  ->  w, half, g, j, h, t, p

@@ -7,14 +7,12 @@ Contract
     whose order depends on the configuration and not on the run.  With finite activations a weight that is infinite or
     NaN only spoils its own row.  No allocation, no synchronisation, no memory beside the operands.
 
-One program computes some rows of W by all of K (`mma_kernel`), so nothing is added between programs.  Memory's speed
-needs some tens of kilobytes on their way to each multiprocessor, and all of x goes to each program: more rows for a
-program are less traffic, fewer are more programs.
+One program computes some rows of W by all of K (`mma_kernel`), so nothing is added between programs, and no sum depends
+on how rows are divided.  They are divided in groups of 16 so that all multiprocessors get as many (`division`).
 """
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass, replace
 
 import torch
@@ -23,16 +21,15 @@ from .problems import DeviceInfo, Problem
 from .tiles import STRIP, UNIT, PaletteTiles, cdiv
 
 MAX_ROWS = 64
+# Rows of W that a warp multiplies.
+GROUP = 16
 # A row of a unit in the three planes.
 ROW_BYTES = UNIT * 3 // 2
-# To rank candidates, from one Hopper GPU and its instructions' latencies.  What memory delivers to a multiprocessor
-# before the first product, which should have been asked for by then; how much faster than memory the L2 cache is; how
-# much more than its share of memory's speed a multiprocessor takes; and that share in the time that one warp needs for
-# its 16 rows of a unit.
-IN_FLIGHT = 96 << 10
-L2_SPEED = 1.4
-SHARE = 2.0
-WARP_BYTES = 4500
+# What was fastest somewhere on a Hopper GPU: rows, parts, units, stages; and what fits in small shared memories.
+WIDE = ((64, 1, 2, 6), (64, 2, 4, 4), (64, 2, 2, 8), (64, 1, 4, 4), (64, 2, 2, 6))
+WIDE_MANY = ((64, 1, 2, 4), (64, 1, 4, 4), (64, 2, 4, 4), (64, 2, 2, 4), (64, 1, 1, 8))
+NARROW = ((32, 4, 4, 8), (32, 4, 4, 6), (32, 2, 4, 6), (32, 2, 2, 6), (32, 2, 4, 8))
+SMALL = ((64, 1, 1, 4), (32, 2, 2, 4), (32, 1, 2, 4))
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +38,12 @@ class MmaConfig:
 
     Attributes:
         block_m: rows of x, a power of two from 8 to 64, not fewer than there are.
-        rows: of W for a program: 32, 64, or 128, which are two strips that share what is read of x.
-        parts: groups of warps that divide K: 1, 2 or 4.  A group has a warp for each 16 rows of a strip.
+        rows: of W for a program, at most: 32 or 64.
+        parts: groups of warps that divide K: 1, 2 or 4.  A group has a warp for each 16 rows.
         units: of 64 columns in a stage: 1, 2 or 4, at least one for each part.
         stages: in shared memory, even.
+        turned: 1 to write the transpose of x first, from which the columns for escapes are read (`turned`): pays with
+            more than 8 rows of x and many rows of W, and costs a launch.
         pdl: 1 to start before the kernel in front has ended (programmatic dependent launch).  The weights must then
             have been complete before that kernel began: resident weights are, those in a workspace aren't.
     """
@@ -54,18 +53,35 @@ class MmaConfig:
     parts: int = 1
     units: int = 2
     stages: int = 4
+    turned: int = 0
     pdl: int = 0
 
 
 def num_warps(config: MmaConfig) -> int:
     """Warps of a program."""
-    return config.parts * min(config.rows, STRIP) // 16
+    return config.parts * config.rows // GROUP
 
 
 def shared_bytes(config: MmaConfig) -> int:
     """Shared memory of a program: stages, in which the exchange of sums at the end fits too, and a chunk of escapes."""
     unit = config.rows * ROW_BYTES + config.block_m * UNIT * 2
-    return config.stages * config.units * unit + config.units * UNIT * 4
+    return config.stages * config.units * unit + config.parts * escapes(config) * (config.block_m * 2 + 4)
+
+
+def escapes(config: MmaConfig) -> int:
+    """Entries of the list in a chunk for a part: so few that the threads can hold their columns of x."""
+    if config.parts == 1 and config.block_m == 16:
+        return 64
+    return 16 if config.parts > 1 and config.block_m == 8 else 32
+
+
+def division(rows: int, n: int, multiprocessors: int) -> tuple[int, int, int]:
+    """Programs of up to ``rows`` rows, the groups of 16 rows of each, and how many of the first ones have one more."""
+    groups = cdiv(n, GROUP)
+    # What the busiest multiprocessor can't avoid, in as few programs as may be.
+    share = cdiv(groups, multiprocessors)
+    programs = cdiv(share * GROUP, rows) * cdiv(groups, share)
+    return programs, groups // programs, groups % programs
 
 
 def config_error(config: MmaConfig, problem: Problem, device: DeviceInfo) -> str | None:
@@ -78,16 +94,18 @@ def config_error(config: MmaConfig, problem: Problem, device: DeviceInfo) -> str
         return f"mma is for 1 to {MAX_ROWS} rows of activations, not {problem.m}"
     if config.block_m not in (8, 16, 32, 64) or config.block_m < problem.m:
         return f"block_m must be a power of two from 8 to 64, at least {problem.m}, not {config.block_m}"
-    if config.rows not in (32, 64, 128) or config.parts not in (1, 2, 4) or config.units not in (1, 2, 4):
-        return f"rows must be 32, 64 or 128, parts and units 1, 2 or 4, not {config}"
+    if config.rows not in (32, 64) or config.parts not in (1, 2, 4) or config.units not in (1, 2, 4):
+        return f"rows must be 32 or 64, parts and units 1, 2 or 4, not {config}"
     if config.units < config.parts:
         return f"{config.units} units of a stage are too few for {config.parts} parts"
     if config.stages % 2 or not 2 <= config.stages <= 16:
         return f"stages must be an even number from 2 to 16, not {config.stages}"
-    if num_warps(config) == 16 and config.block_m * cdiv(config.rows, STRIP) > 32:
+    if num_warps(config) == 16 and config.block_m > 32:
         return f"16 warps have too few registers for {config.block_m} sums of each of {config.rows} rows"
-    if config.pdl not in (0, 1):
-        return f"pdl must be 0 or 1, not {config.pdl}"
+    if config.pdl not in (0, 1) or config.turned not in (0, 1):
+        return f"pdl and turned must be 0 or 1, not {config.pdl} and {config.turned}"
+    if config.turned and config.block_m < 16:
+        return "turned is for block_m from 16 on"
     if config.pdl and device.capability < (9, 0):
         return "pdl needs a GPU of compute capability 9.0 or later"
     if config.pdl and problem.residency != "palette":
@@ -99,37 +117,26 @@ def config_error(config: MmaConfig, problem: Problem, device: DeviceInfo) -> str
 
 
 def search_space(problem: Problem, device: DeviceInfo) -> list[MmaConfig]:
-    """Valid configurations, the safe one first: eight that differ, without and with ``pdl``."""
+    """Valid configurations: a safe one, and others that differ, of which those that can't start early come last."""
     block_m = max(8, 1 << (problem.m - 1).bit_length())
-    groups = []
-    for rows, (parts, units) in itertools.product((64, 128, 32), ((1, 2), (2, 2), (2, 4), (4, 4), (1, 1))):
-        candidates = [MmaConfig(block_m, rows, parts, units, stages) for stages in (4, 6, 8)]
-        valid = [(_cost(c, problem, device), c) for c in candidates if config_error(c, problem, device) is None]
-        groups.append(sorted(valid, key=lambda pair: pair[0])[:2])
-    # Of equal ones first those of different groups.
-    ranked = [(cost, place, config) for group in groups for place, (cost, config) in enumerate(group)]
-    found = [config for _, _, config in sorted(ranked, key=lambda entry: entry[:2])[:8]]
+    wide = WIDE if block_m <= 16 else WIDE_MANY
+    # With few rows of W for a multiprocessor, a program has few of them.
+    few = cdiv(cdiv(problem.n, GROUP), device.multiprocessors) <= 2
+    ranked = (*NARROW, *wide[:2], *SMALL) if few else (*wide, *NARROW[:2], *SMALL)
+    found = [MmaConfig(block_m, *sizes) for sizes in ranked]
+    found = [config for config in found if config_error(config, problem, device) is None]
+    found = found[: 10 if block_m == 8 else 6]
+    if block_m > 8:
+        found = [replace(config, turned=turned) for config in found for turned in (0, 1)]
     early = [replace(config, pdl=1) for config in found]
-    return found + [config for config in early if config_error(config, problem, device) is None]
+    early = [config for config in early if config_error(config, problem, device) is None]
+    # Starting early never costs anything: one without it is enough then.
+    return [found[0], *early] if early else found
 
 
-def _cost(config: MmaConfig, problem: Problem, device: DeviceInfo) -> float:
-    """How long a product may take, where 1 is what memory needs for the weights."""
-    programs, sms = cdiv(problem.n, config.rows), device.multiprocessors
-    # With few sums a thread has up to 128 registers, of the 64 Ki of a multiprocessor.
-    warps = 16 if config.block_m * cdiv(config.rows, STRIP) <= 32 else 8
-    room = max(1, min((device.shared_memory + 1024) // (shared_bytes(config) + 1024), warps // num_warps(config)))
-    residents = min(room, cdiv(programs, sms))
-    traffic = 1 + problem.m * UNIT * 2 / (config.rows * ROW_BYTES)
-    busiest = residents * sms / min(programs, residents * sms)
-    in_flight = residents * (config.stages - 1) * config.units * config.rows * ROW_BYTES
-    warp = WARP_BYTES * cdiv(config.rows, STRIP) / (config.parts * problem.n * ROW_BYTES / sms)
-    computing = cdiv(programs, room * sms) * warp
-    return (
-        max(1.0, traffic / L2_SPEED, traffic * busiest / SHARE, computing)
-        + max(0.0, IN_FLIGHT / in_flight - 1) / 4
-        + computing / 8
-    )
+def scratch_size(config: MmaConfig, problem: Problem, device: DeviceInfo) -> tuple[int, int]:
+    """Floats and int32 that a launch needs."""
+    return (cdiv(config.block_m * problem.k, 2) if config.turned else 0), 0
 
 
 def mma_linear(
@@ -139,6 +146,8 @@ def mma_linear(
     *,
     out: torch.Tensor,
     config: MmaConfig,
+    device: DeviceInfo,
+    scratch: tuple[torch.Tensor, torch.Tensor],
 ) -> torch.Tensor:
     """``x W^T + bias``, written to ``out``.
 
@@ -148,19 +157,26 @@ def mma_linear(
         bias: bfloat16 [N], or None.
         out: bfloat16 [M, N], contiguous.
         config: one for which `config_error` has no objection.
+        device: where it runs.
+        scratch: float32 and int32 of `scratch_size`, not used by another stream.
     """
-    # Only here: other devices' Triton may not have it.
+    # Only here: other devices' Triton may not have these.
     from .mma_kernel import mma_kernel
+    from .turned import turn
 
     (m, k), n = x.shape, tiles.shape[0]
+    programs, groups, longer = division(config.rows, n, device.multiprocessors)
     stride = x.stride(0) if m > 1 else 0
     vector = k % 8 == 0 and stride % 8 == 0 and x.data_ptr() % 16 == 0
     unit = 8 if vector else 1
-    mma_kernel[(cdiv(n, config.rows),)](
+    turned = scratch[0].view(torch.bfloat16) if config.turned else out
+    if config.turned:
+        turn(x, turned, block_m=config.block_m, pdl=bool(config.pdl))
+    mma_kernel[(programs,)](
         out, x, tiles.planes, tiles.tables, tiles.escape_start, tiles.escape_at, tiles.escape_bits,
-        out if bias is None else bias, m, n, k // unit, cdiv(n, STRIP), stride // unit,
+        out if bias is None else bias, turned, m, n, k // unit, cdiv(n, STRIP), stride // unit, groups, longer,
         BLOCK_M=config.block_m, ROWS=config.rows, PARTS=config.parts, UNITS=config.units, STAGES=config.stages,
-        EVEN=k % (UNIT * config.units) == 0, VECTOR=vector, BIAS=bias is not None, PDL=bool(config.pdl),
-        num_warps=num_warps(config), launch_pdl=bool(config.pdl),
+        TURNED=bool(config.turned), ESCAPES=escapes(config), EVEN=k % (UNIT * config.units) == 0, VECTOR=vector,
+        BIAS=bias is not None, PDL=bool(config.pdl), num_warps=num_warps(config), launch_pdl=bool(config.pdl),
     )  # fmt: skip
     return out

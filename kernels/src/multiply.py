@@ -6,7 +6,8 @@
 
 Contract
     Weights are exact, sums are fp32 and rounded to BF16 once, and runs of the same choice are equal bit for bit.  Sums
-    are not in cuBLAS's order, so that results aren't those of dense weights bit for bit.
+    are not in cuBLAS's order, so that results aren't those of dense weights bit for bit.  Where the choice is decoded
+    weights and cuBLAS, sums are as cuBLAS makes them (some of its kernels round before they add the bias).
 
     Gradients flow to ``x`` and ``bias``; weights are frozen.  The functions work in eager mode, under ``torch.compile``
     (``fullgraph=True`` too) and in CUDA graphs; a product should have run outside of a graph before, so that kernels

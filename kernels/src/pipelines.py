@@ -162,10 +162,10 @@ def _multiply_tiles(
     if choice.kernel in ("stream", "wgmma") and (x.stride(0) % 8 or x.data_ptr() % 16):
         # These copy 16 bytes at a time.
         x = x.clone(memory_format=torch.contiguous_format)
-    if choice.kernel != "stream":
+    if choice.kernel not in ("stream", "wgmma", "mma"):
         return launcher(x, tiles, **operands, out=out, config=choice.config)
     device = device_info(x.device)
-    sizes = _scratch_sizes(choice.config, problem_of(op, tiles, x.shape[0]), device)
+    sizes = _scratch_sizes(choice.kernel, choice.config, problem_of(op, tiles, x.shape[0]), device)
     space = workspace(x.device)
     with space.lock:
         return launcher(
@@ -174,8 +174,8 @@ def _multiply_tiles(
 
 
 @functools.lru_cache(maxsize=1 << 12)
-def _scratch_sizes(config: Any, problem: Problem, device: DeviceInfo) -> tuple[int, int]:
-    sizes: tuple[int, int] = import_module(".stream", __package__).scratch_size(config, problem, device)
+def _scratch_sizes(kernel: str, config: Any, problem: Problem, device: DeviceInfo) -> tuple[int, int]:
+    sizes: tuple[int, int] = import_module(f".{kernel}", __package__).scratch_size(config, problem, device)
     return sizes
 
 

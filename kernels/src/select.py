@@ -39,7 +39,7 @@ _TRANSPOSED = ("dot", "planes", "cublas")
 # Kernels that compute swiglu in one launch; after the others the activation is a second one.
 _FUSED_SWIGLU = ("stream", "dot")
 # Without a measurement: the first of these that is legal, up to so many rows; decoding once is never far off beyond.
-_DEFAULTS = (("stream", 512), ("mma", 64), ("dot", 64))
+_DEFAULTS = (("mma", 64), ("stream", 512), ("dot", 64))
 # A choice measured for another batch says little beyond this factor.
 MAX_BUCKET_FACTOR = 4
 

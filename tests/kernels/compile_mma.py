@@ -1,6 +1,6 @@
 """`mma` in every configuration of its search space, for usual shapes."""
 
-from unweight.kernels.mma import num_warps, search_space
+from unweight.kernels.mma import escapes, num_warps, search_space
 from unweight.kernels.mma_kernel import mma_kernel
 from unweight.kernels.problems import DeviceInfo, Problem
 
@@ -11,7 +11,7 @@ DEVICES = {
 }
 TYPES = {
     "out_ptr": "*bf16", "x_ptr": "*bf16", "planes_ptr": "*u8", "tables_ptr": "*u8", "start_ptr": "*i32",
-    "at_ptr": "*i32", "bits_ptr": "*i16", "bias_ptr": "*bf16",
+    "at_ptr": "*i32", "turned_ptr": "*bf16", "bits_ptr": "*i16", "bias_ptr": "*bf16",
 }  # fmt: skip
 
 
@@ -30,7 +30,8 @@ def cases(capability=90):
     for config, ragged in configurations(DEVICES[capability]):
         constants = {
             "BLOCK_M": config.block_m, "ROWS": config.rows, "PARTS": config.parts, "UNITS": config.units,
-            "STAGES": config.stages, "EVEN": not ragged, "VECTOR": not ragged, "BIAS": ragged or bool(config.pdl),
+            "STAGES": config.stages, "TURNED": bool(config.turned),
+            "ESCAPES": escapes(config), "EVEN": not ragged, "VECTOR": not ragged, "BIAS": ragged or bool(config.pdl),
             "PDL": bool(config.pdl),
         }  # fmt: skip
         signature = {

@@ -19,28 +19,14 @@ EVERYWHERE = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def compilations(tmp_path_factory):
-    """All architectures at once: compilers have one thread each."""
-    running = {}
-    for capability in CAPABILITIES:
-        cache = tmp_path_factory.mktemp(f"sm_{capability}")
-        environment = os.environ | {"TRITON_CACHE_DIR": str(cache), "TRITON_DEFAULT_FP_FUSION": "1"}
-        environment.pop("TRITON_INTERPRET", None)
-        running[capability] = subprocess.Popen(
-            [sys.executable, str(COMPILER), str(capability)],
-            env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
-    yield running
-    for process in running.values():
-        process.kill()
-        process.wait()
-
-
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("capability", CAPABILITIES)
-def test_compiles(capability, compilations):
-    out, err = compilations[capability].communicate()
-    assert compilations[capability].returncode == 0, err[-4000:]
-    modules = {line.partition(":")[0].split(".")[-2] for line in out.splitlines() if ": " in line}
+def test_compiles(capability, tmp_path):
+    """A process with one thread for each architecture, so that workers can share the architectures."""
+    environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path), "TRITON_DEFAULT_FP_FUSION": "1"}
+    environment.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, str(COMPILER), str(capability)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    modules = {line.partition(":")[0].split(".")[-2] for line in done.stdout.splitlines() if ": " in line}
     assert modules >= EVERYWHERE | ({"stream_kernel", "wgmma_kernel"} if capability == 90 else set())

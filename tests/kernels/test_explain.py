@@ -143,14 +143,14 @@ def test_every_matrix_by_batch():
         """\
 linear by a palette matrix [4096, 14336]:
   batch  us    BF16 us  speed  from                   choice
-  1      -     -        -      default, not measured  stream(size=5)
+  1      -     -        -      default, not measured  mma(size=4)
   16     20.0  31.0     1.55x  measured here          stream(size=5)
   1024   -     -        -      default, not measured  full_decode > cublas""",
         """\
 swiglu by a palette matrix [28672, 4096]:
   batch  us    BF16 us  speed  from                   choice
   1      43.0  64.0     1.49x  shipped table          stream(size=5)
-  16     -     -        -      default, not measured  stream(size=5)
+  16     -     -        -      default, not measured  mma(size=4)
   1024   -     -        -      default, not measured  full_decode > cublas""",
     ]
 

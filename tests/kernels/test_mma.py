@@ -31,36 +31,38 @@ from products import (
 
 from unweight.kernels import tiles
 from unweight.kernels.devices import device_info
-from unweight.kernels.mma import MmaConfig, config_error, mma_linear, num_warps, search_space
+from unweight.kernels.mma import MmaConfig, config_error, division, mma_linear, num_warps, scratch_size, search_space
 from unweight.kernels.problems import DeviceInfo, Problem
+from unweight.kernels.tiles import cdiv
 
 L4 = DeviceInfo("NVIDIA L4", (8, 9), 58, 101376, True, "3.6.0", "12.8")
 CONFIGS = [
     MmaConfig(8),
     MmaConfig(8, 32, 1, 1, 6),
-    MmaConfig(8, 128, 2, 4, 2),
+    MmaConfig(8, 64, 2, 4, 2),
     MmaConfig(16, 64, 1, 4, 2),
     MmaConfig(16, 32, 2, 2, 6),
     MmaConfig(16, 32, 4, 4, 4),
     MmaConfig(16, 64, 2, 2, 8),
     MmaConfig(16, 64, 4, 4, 4),
-    MmaConfig(16, 128, 1, 1, 4),
-    MmaConfig(16, 128, 4, 4, 2),
-    MmaConfig(32, 64, 2, 4, 2),
-    MmaConfig(32, 128, 2, 2, 4),
+    MmaConfig(16, 64, 1, 1, 4),
+    MmaConfig(32, 64, 2, 4, 2, turned=1),
+    MmaConfig(16, 32, 4, 4, 4, turned=1),
+    MmaConfig(32, 64, 2, 2, 4),
     MmaConfig(64, 64, 1, 1, 4),
-    MmaConfig(64, 128, 1, 2, 4),
+    MmaConfig(64, 64, 1, 2, 4),
 ]
 if CUDA:
     device = device_info(torch.device("cuda", 0))
     for rows_of_x, rows_of_w in ((1, 4096), (16, 4096), (16, 14336), (64, 14336)):
         CONFIGS += search_space(Problem("linear", "palette", rows_of_x, rows_of_w, 4096), device)[:3]
-    CONFIGS += [MmaConfig(16, 64, 1, 2, 6, 1), MmaConfig(8, 128, 2, 2, 4, 1)]
+    CONFIGS += [MmaConfig(16, 64, 1, 2, 6, 1, 1), MmaConfig(8, 64, 2, 2, 4, 0, 1), MmaConfig(64, 64, 1, 2, 4, 1, 1)]
     CONFIGS = [c for c in CONFIGS if config_error(c, Problem("linear", "palette", 1, 64, 64), device) is None]
 CONFIGS = list(dict.fromkeys(CONFIGS))
 SHAPES = [(1, 1, 1), (3, 70, 130), (8, 64, 64), (13, 65, 71), (16, 129, 520), (33, 200, 72), (64, 31, 264)]
 if CUDA:
     SHAPES += [(m, n, k) for m in (1, 8, 16, 31, 64) for n, k in ((1000, 4096), (257, 777), (128, 8200), (4096, 1536))]
+MULTIPROCESSORS = device_info(torch.device("cuda", 0)).multiprocessors if CUDA else 0
 gpu = pytest.mark.skipif(not CUDA, reason="Gluon's kernels have no interpreter")
 
 
@@ -70,8 +72,16 @@ def config_for(m):
 
 def multiply(x, packed, bias=None, config=None):
     out = Output(x.shape[0], packed.shape[0])
-    mma_linear(x, packed, bias, out=out.tensor, config=config or config_for(x.shape[0]))
+    launch(x, packed, bias, out=out.tensor, config=config or config_for(x.shape[0]))
     return out.result()
+
+
+def launch(x, packed, bias=None, *, out, config):
+    """With scratch memory that has nothing good in it."""
+    device = dataclasses.replace(device_info(x.device), multiprocessors=MULTIPROCESSORS or H200.multiprocessors)
+    floats, _ = scratch_size(config, Problem("linear", "palette", x.shape[0], *packed.shape), device)
+    scratch = torch.full((floats,), float("nan"), device=x.device), torch.zeros(0, dtype=torch.int32, device=x.device)
+    return mma_linear(x, packed, bias, out=out, config=config, device=device, scratch=scratch)
 
 
 @pytest.mark.gpu
@@ -129,7 +139,7 @@ def test_parts_and_stacks():
     parts = [escaping("one-column", 192, 72, seed=s) for s in range(2)]
     stack = tiles.stack([packed for _, packed in parts])
     x = random(7, 72, seed=1)
-    for rows in (32, 64, 128):
+    for rows in (32, 64):
         config = MmaConfig(8, rows)
         assert_product(multiply(x, stack, config=config), x, torch.cat([weights for weights, _ in parts]))
         assert_product(multiply(x, stack.rows(192, 192), config=config), x, parts[1][0])
@@ -150,7 +160,7 @@ def test_single_ones_give_the_weights(places):
 
 @pytest.mark.gpu
 @gpu
-@pytest.mark.parametrize("rows", [32, 64, 128])
+@pytest.mark.parametrize("rows", [32, 64])
 def test_not_a_number_stays_in_its_row(rows):
     weights = matrix("normal", 128, 64)
     weights[3, 5], weights[100, 60] = float("nan"), float("inf")
@@ -187,7 +197,7 @@ def test_runs_are_equal(config):
     different = torch.zeros((), dtype=torch.int64, device=DEVICE)
     out = torch.empty_like(first)
     for _ in range(200):
-        mma_linear(x, packed, out=out, config=config)
+        launch(x, packed, out=out, config=config)
         different += (out.view(torch.int16) != first.view(torch.int16)).any()
     assert int(different) == 0
 
@@ -202,13 +212,14 @@ def test_early_starts_see_the_kernel_before():
     packed = [tiles.pack(matrix("normal", 2048, 2048, seed=s)) for s in range(4)]
     x = random(16, 2048, seed=9)
     results = []
-    for pdl in (0, 1):
+    for turned, pdl in ((0, 0), (0, 1), (1, 1)):
         for _ in range(50):
             y = x
             for tile in packed:
                 out = torch.empty(16, 2048, dtype=torch.bfloat16, device=DEVICE)
-                y = mma_linear(y, tile, out=out, config=MmaConfig(16, 64, 2, 2, 6, pdl))
+                y = launch(y, tile, out=out, config=MmaConfig(16, 64, 2, 2, 6, turned, pdl))
             results.append(y)
+    # The chunks of escapes are the same ones whichever way their columns come.
     for result in results[1:]:
         assert_bits(result, results[0])
 
@@ -221,7 +232,7 @@ def test_early_starts_see_the_kernel_before():
 def test_is_as_exact_as_cublas(kind, m):
     weights, x = matrix(kind, 4096, 4096), random(m, 4096, seed=1)
     packed, exact, dense = tiles.pack(weights), x.double() @ weights.double().T, x @ weights.T
-    for config in (config_for(m), MmaConfig(config_for(m).block_m, 128, 1, 1, 4)):
+    for config in (config_for(m), MmaConfig(config_for(m).block_m, 32, 1, 1, 4)):
         assert_as_exact_as_dense(multiply(x, packed, config=config), exact, dense)
 
 
@@ -231,13 +242,49 @@ def test_is_as_exact_as_cublas(kind, m):
 def test_what_is_searched_is_valid(info, m, n, k):
     problem = Problem("linear", "palette", m, n, k)
     found = search_space(problem, info)
-    assert 0 < len(found) == len(set(found)) <= 16
+    assert 0 < len(found) == len(set(found)) <= 13
     assert not found[0].pdl
     assert all(config_error(config, problem, info) is None for config in found)
     assert all(m <= config.block_m < max(2 * m, 9) for config in found)
     assert any(config.pdl for config in found) == (info is H200)
     assert len({(config.rows, config.parts) for config in found}) > 2
     assert not any(c.pdl for c in search_space(Problem("linear", "huffman", m, n, k), info))
+
+
+@pytest.mark.parametrize("multiprocessors", [1, 8, 58, 108, 132])
+@pytest.mark.parametrize("rows", [32, 64])
+def test_rows_are_divided_evenly(rows, multiprocessors):
+    """Every group of 16 rows once, no program with more than it has warps for, no multiprocessor with a group more."""
+    for n in (1, 16, 17, 100, 1024, 4096, 6144, 14336, 128256):
+        programs, groups, longer = division(rows, n, multiprocessors)
+        assert programs * groups + longer == cdiv(n, 16)
+        assert 0 <= longer < programs
+        assert 0 < groups + (longer > 0) <= rows // 16
+        # Programs are given out in rounds, the longer ones first.
+        sizes = [groups + (p < longer) for p in range(programs)]
+        share = cdiv(cdiv(n, 16), multiprocessors)
+        used = cdiv(cdiv(n, 16), share)
+        assert max(sum(sizes[i::used]) for i in range(used)) == share
+
+
+@pytest.mark.gpu
+@gpu
+@pytest.mark.skipif(not CUDA, reason="needs many programs")
+@pytest.mark.parametrize("places", ["every-unit", "many"])
+def test_programs_across_strips(places, monkeypatch):
+    """As on devices of other sizes: parts of two strips, some programs with a group less."""
+    weights, packed = escaping(places, 1000, 520)
+    x = random(16, 520, seed=3)
+    for multiprocessors in (5, 7, 9, 21, 30):
+        monkeypatch.setitem(globals(), "MULTIPROCESSORS", multiprocessors)
+        for config in (
+            MmaConfig(16),
+            MmaConfig(16, 32),
+            MmaConfig(16, 64, 2, 2, 6),
+            MmaConfig(32),
+            MmaConfig(64, turned=1),
+        ):
+            assert_product(multiply(x, packed, config=config), x, weights)
 
 
 def test_few_strips_are_divided_more():
@@ -257,14 +304,15 @@ def test_few_strips_are_divided_more():
         ({"block_m": 64}, {"m": 65}, {}, "1 to 64 rows"),
         ({"block_m": 8}, {}, {}, "at least 16"),
         ({"block_m": 24}, {}, {}, "power of two from 8 to 64"),
-        ({"rows": 16}, {}, {}, "rows must be 32, 64 or 128"),
+        ({"rows": 128}, {}, {}, "rows must be 32 or 64"),
         ({"parts": 8, "units": 8}, {}, {}, "parts and units 1, 2 or 4"),
         ({"parts": 4}, {}, {}, "2 units of a stage are too few for 4 parts"),
         ({"stages": 3}, {}, {}, "even number"),
         ({"stages": 0}, {}, {}, "from 2 to 16"),
-        ({"rows": 128, "parts": 4, "units": 4, "block_m": 32}, {}, {}, "too few registers"),
-        ({"stages": 16}, {}, {}, "262656 bytes of shared memory, the device has 232448"),
+        ({"parts": 4, "units": 4, "block_m": 64}, {}, {}, "too few registers"),
+        ({"stages": 16}, {}, {}, "264448 bytes of shared memory, the device has 232448"),
         ({"pdl": 2}, {}, {}, "0 or 1"),
+        ({"turned": 1, "block_m": 8}, {"m": 8}, {}, "block_m from 16 on"),
         ({"pdl": 1}, {}, {"capability": (8, 9)}, "compute capability 9.0"),
         ({"pdl": 1}, {"residency": "huffman"}, {}, "resident tiles only"),
     ],

@@ -178,10 +178,11 @@ def test_near_buckets(m, expected):
 @pytest.mark.parametrize(
     ("device", "m", "op", "residency", "expected"),
     [
-        (H200, 1, "linear", "palette", ("direct_palette", "stream", Config(64, 7))),
+        (H200, 64, "linear", "palette", ("direct_palette", "mma", Config(64, 5))),
+        (H200, 65, "linear", "palette", ("direct_palette", "stream", Config(64, 7))),
         (H200, 512, "linear", "palette", ("direct_palette", "stream", Config(64, 7))),
         (H200, 513, "linear", "palette", ("full_decode", "cublas", None)),
-        (H200, 1, "swiglu", "palette", ("direct_palette", "stream", Config(64, 7))),
+        (H200, 1, "swiglu", "palette", ("direct_palette", "mma", Config(64, 5))),
         (H200, 1, "transposed", "palette", ("direct_palette", "dot", Config(64, 3))),
         (H200, 65, "transposed", "palette", ("full_decode", "cublas", None)),
         (H200, 1, "linear", "huffman", ("full_decode", "cublas", None)),

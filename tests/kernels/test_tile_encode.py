@@ -30,6 +30,7 @@ def guarded(monkeypatch):
     arenas = []
 
     def empty(*size, dtype, device):
+        size = size[0] if isinstance(size[0], (tuple, torch.Size)) else size
         count = math.prod(size)
         arena = torch.full((GUARD + count + GUARD,), 0x25, dtype=dtype, device=device)
         arenas.append((arena, count))
