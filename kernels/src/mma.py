@@ -41,7 +41,7 @@ class MmaConfig:
         rows: of W for a program, at most: 32 or 64.
         parts: groups of warps that divide K: 1, 2 or 4.  A group has a warp for each 16 rows.
         units: of 64 columns in a stage: 1, 2 or 4, at least one for each part.
-        stages: in shared memory, even.
+        stages: in shared memory, even, at least 4.
         turned: 1 to write the transpose of x first, from which the columns for escapes are read (`turned`): pays with
             more than 8 rows of x and many rows of W, and costs a launch.
         pdl: 1 to start before the kernel in front has ended (programmatic dependent launch).  The weights must then
@@ -98,8 +98,8 @@ def config_error(config: MmaConfig, problem: Problem, device: DeviceInfo) -> str
         return f"rows must be 32 or 64, parts and units 1, 2 or 4, not {config}"
     if config.units < config.parts:
         return f"{config.units} units of a stage are too few for {config.parts} parts"
-    if config.stages % 2 or not 2 <= config.stages <= 16:
-        return f"stages must be an even number from 2 to 16, not {config.stages}"
+    if config.stages % 2 or not 4 <= config.stages <= 16:
+        return f"stages must be an even number from 4 to 16, not {config.stages}"
     if num_warps(config) == 16 and config.block_m > 32:
         return f"16 warps have too few registers for {config.block_m} sums of each of {config.rows} rows"
     if config.pdl not in (0, 1) or config.turned not in (0, 1):

@@ -37,13 +37,16 @@ class Recording:
     """Launches in a CUDA graph.
 
     Args:
-        launches: each with buffers of its own; they run on the current stream, and must not synchronise.
+        launches: each with buffers of its own; they run on the current stream, and must not synchronise.  They are
+            kept, and with them what they hold.
         at_least: the launches are repeated in turn until there are so many.
     """
 
     def __init__(self, launches: Sequence[Launch], at_least: int = MIN_LAUNCHES) -> None:
         rounds = max(1, -(-at_least // len(launches)))
         self.count = rounds * len(launches)
+        # A graph has addresses, and nothing that keeps the memory there.
+        self._launches = tuple(launches)
         self._graph = torch.cuda.CUDAGraph()
         stream = _recorder(torch.cuda.current_device())
         stream.wait_stream(torch.cuda.current_stream())

@@ -8,6 +8,7 @@
 6. The gate refuses what a kernel gets wrong, not only what a bench says (see `test_exactness` for the gate itself).
 """
 
+import functools
 from dataclasses import asdict, dataclass, field, replace
 from itertools import product as combinations
 
@@ -20,6 +21,7 @@ from unweight.kernels.cache import TuningCache
 from unweight.kernels.exactness import Probe
 from unweight.kernels.problems import DeviceInfo, Problem
 from unweight.kernels.select import Choice, Kernel, cache_key, select_config
+from unweight.kernels.timing import Recording
 
 H200 = DeviceInfo("NVIDIA H200", (9, 0), 132, 232448, True, "3.6.0", "12.8")
 PROBLEM = Problem("linear", "palette", 16, 4096, 4096)
@@ -506,3 +508,17 @@ def test_every_candidate_is_exact(cache, op, residency):
 def test_compiling_ahead_changes_nothing(cache):
     report = tune([(512, 512)], batches=(1,), cache=cache, workers=2)
     assert report.tuned[0].choice is not None
+
+
+@gpu
+@on_gpu
+def test_a_recording_keeps_what_it_was_given():
+    """Its graph has addresses in memory that nobody else may hold."""
+    x = torch.ones(1 << 16, device="cuda")
+    recording = Recording([functools.partial(x.add_, torch.ones_like(x))])
+    x.zero_()
+    torch.cuda.synchronize()
+    taken = [torch.full_like(x, float("nan")) for _ in range(64)]
+    recording.microseconds()
+    assert taken[0].isnan().all()
+    assert torch.equal(x, torch.full_like(x, recording.count))
