@@ -1,6 +1,9 @@
-"""What all tests share: Hypothesis's settings, and BF16 numbers of every kind."""
+"""What all tests share: how they are spread over processes, Hypothesis's settings, and BF16 numbers of every kind."""
 
 from __future__ import annotations
+
+import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,6 +11,29 @@ from hypothesis import settings
 
 settings.register_profile("unweight", deadline=None, derandomize=True, max_examples=50)
 settings.load_profile("unweight")
+
+# Libraries that start a thread for each core, in every worker.
+THREAD_LIMITS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS")
+
+
+def cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
+    """None leaves it to xdist.  A GPU is for one process: its memory and its caches of kernels are for one."""
+    if config.option.usepdb or any(Path("/dev").glob("nvidia[0-9]*")):
+        return 0
+    return None if os.environ.get("PYTEST_XDIST_AUTO_NUM_WORKERS") else cores()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(specs: list[object]) -> None:
+    """Workers, and what they start, share the cores.  Libraries read limits when they are loaded."""
+    for name in THREAD_LIMITS:
+        os.environ.setdefault(name, str(max(1, cores() // len(specs))))
+
 
 # Weights of biased exponents.  16 is the size of a palette; Fibonacci numbers give the longest codes.
 HISTOGRAMS = {

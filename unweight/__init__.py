@@ -8,12 +8,18 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from .registration import register_when_loaded
 from .version import __version__
 
 if TYPE_CHECKING:
     from .conversion import convert as convert
     from .errors import UnweightError as UnweightError
+    from .generation import generate as generate
     from .inspection import inspect as inspect
+    from .loading import load as load
+    from .publishing import push as push
+    from .pulling import pull as pull
+    from .quantizer import UnweightConfig as UnweightConfig
     from .restoration import decompress_bundle as decompress_bundle
     from .restoration import restore as restore
     from .tensors import compress as compress
@@ -23,14 +29,19 @@ if TYPE_CHECKING:
     from .verification import verify as verify
 
 _WHERE = {
+    "UnweightConfig": "quantizer",
     "UnweightError": "errors",
     "compress": "tensors",
     "convert": "conversion",
     "decompress": "tensors",
     "decompress_bits": "tensors",
     "decompress_bundle": "restoration",
+    "generate": "generation",
     "inspect": "inspection",
+    "load": "loading",
     "open": "tensors",
+    "pull": "pulling",
+    "push": "publishing",
     "restore": "restoration",
     "verify": "verification",
 }
@@ -48,3 +59,6 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *_WHERE})
+
+
+register_when_loaded()

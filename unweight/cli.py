@@ -18,9 +18,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from .errors import CorruptFileError, FormatError, UnweightError, VerificationError
+from . import cli_training
+from .errors import CorruptFileError, FormatError, HubError, UnweightError, VerificationError
 from .format.limits import FORMAT_VERSION
 from .kinds import KindRow
+from .options import format_size as _size
 from .progress import Bar
 from .version import __version__
 
@@ -51,6 +53,8 @@ Exclude = Annotated[
 ]
 Token = Annotated[str | None, typer.Option("--token", help="Token for the Hub; by default the one of `hf auth login`.")]
 Revision = Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit on the Hub.")]
+Private = Annotated[bool, typer.Option("--private", help="Make the repository a private one.")]
+Yes = Annotated[bool, typer.Option("--yes", help="Publish even weights whose base is gated or private.")]
 ShardSize = Annotated[str, typer.Option("--max-shard-size", help="Like 5GB or 500MB.")]
 
 
@@ -86,19 +90,44 @@ def convert(
     stream: Annotated[
         bool, typer.Option("--stream", help="Download, convert and drop one file of the Hub at a time.")
     ] = False,
+    push_to: Annotated[
+        str | None, typer.Option("--push-to", help="Then push the bundle to this repository (see push).")
+    ] = None,
+    private: Private = False,
+    yes: Yes = False,
     token: Token = None,
     as_json: Json = False,
 ) -> None:
     """Convert a checkpoint to a bundle.  Run it again after an interruption: it goes on."""
     from .conversion import convert as run
 
+    if push_to is None and (private or yes):
+        raise typer.BadParameter("--private and --yes are for --push-to")
+    if push_to is not None:
+        from .destination import find_destination, hub_source
+
+        # Hours of work would be too late to learn that one may not.
+        base_model = hub_source(src)
+        find_destination(push_to, private=private, yes=yes, base_model=base_model, token=token)
     with _bar() as bar:
         report = run(
             src, dst, encoding=encoding, include=include or (), exclude=exclude or (), max_shard_size=max_shard_size,
             workers=workers, verify=verify, force=force, revision=revision, stream=stream, token=token, progress=bar,
         )  # fmt: skip
+    pushed = None
+    if push_to is not None:
+        from .publishing import push as publish
+
+        try:
+            with _bar() as bar:
+                pushed = publish(
+                    dst, push_to, private=private, yes=yes, base_model=base_model, token=token, workers=workers,
+                    progress=bar,
+                )  # fmt: skip
+        except HubError as error:
+            raise HubError(f"{error} The bundle {str(dst)!r} is whole: `unweight push` it.") from error
     if as_json:
-        _print_json(asdict(report) | {"ratio": report.ratio})
+        _print_json(asdict(report) | {"ratio": report.ratio} | ({"push": asdict(pushed)} if pushed is not None else {}))
         return
     for name in report.left_out:
         _err.print(f"left out: {name} (other weights, or a link to a folder)", markup=False)
@@ -110,6 +139,68 @@ def convert(
         f"{report.tensors} tensors ({report.aliases} equal to others and stored once), "
         f"{report.shards} shards{resumed}, "
         f"{checked}, {report.seconds:.1f} s: {report.path}",
+        markup=False, highlight=False,
+    )  # fmt: skip
+    if pushed is not None:
+        _print_push(pushed)
+
+
+@app.command()
+def push(
+    bundle: Annotated[Path, typer.Argument(help="Directory of the bundle.")],
+    repo_id: Annotated[str, typer.Argument(help="Repository on the Hub, organisation/name; made if it isn't there.")],
+    private: Private = False,
+    revision: Annotated[str | None, typer.Option("--revision", help="Branch to commit to.")] = None,
+    create_pr: Annotated[bool, typer.Option("--create-pr", help="Open a pull request instead of committing.")] = False,
+    yes: Yes = False,
+    message: Annotated[str | None, typer.Option("--message", "-m", help="Message of the commit.")] = None,
+    base_model: Annotated[
+        str | None, typer.Option("--base-model", help="Repository of the original model, for the model card.")
+    ] = None,
+    remote_code: Annotated[
+        bool, typer.Option("--remote-code", help="Add the code with which it loads under trust_remote_code.")
+    ] = False,
+    workers: Workers = None,
+    token: Token = None,
+    as_json: Json = False,
+) -> None:
+    """Publish a bundle on the Hub.  Run it again after an interruption: it sends what is missing."""
+    from .publishing import push as run
+
+    with _bar() as bar:
+        report = run(
+            bundle, repo_id, private=private, revision=revision, create_pr=create_pr, yes=yes, message=message,
+            base_model=base_model, remote_code=remote_code, token=token, workers=workers, progress=bar,
+        )  # fmt: skip
+    if as_json:
+        _print_json(report)
+        return
+    _print_push(report)
+
+
+@app.command()
+def pull(
+    repo_id: Annotated[str, typer.Argument(help="Repository on the Hub: organisation/name or hf://...@revision.")],
+    dst: Annotated[Path, typer.Argument(help="Directory of the bundle to make.")],
+    revision: Revision = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace a bundle, or an unfinished pull.")] = False,
+    token: Token = None,
+    as_json: Json = False,
+) -> None:
+    """Fetch a bundle from the Hub, and check it.  Run it again after an interruption: it goes on."""
+    from .pulling import pull as run
+
+    with _bar() as bar:
+        report = run(repo_id, dst, revision=revision, force=force, token=token, progress=bar)
+    if as_json:
+        _print_json(report)
+        return
+    for name in report.left_out:
+        _err.print(f"left out: {name} (other weights)", markup=False)
+    resumed = f", {report.resumed} of them from an earlier run" if report.resumed else ""
+    _out.print(
+        f"{report.repo_id}@{report.commit[:12]}: {len(report.files)} files{resumed}, {_size(report.size)}, "
+        f"every checksum is right, {report.seconds:.1f} s: {report.path}",
         markup=False, highlight=False,
     )  # fmt: skip
 
@@ -304,6 +395,76 @@ def tune(
 
 
 @app.command()
+def generate(
+    model: Annotated[str, typer.Argument(help="Bundle or checkpoint: a directory, or an id on the Hub.")],
+    prompt: Annotated[
+        list[str], typer.Option("--prompt", "-p", help="Text to go on with; given again, all are run together.")
+    ],
+    chat: Annotated[bool, typer.Option("--chat", help="The prompt is what a user says to a chat model.")] = False,
+    system: Annotated[str | None, typer.Option("--system", help="System message, with --chat.")] = None,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1, help="For each prompt.")] = 256,
+    temperature: Annotated[
+        float, typer.Option("--temperature", min=0, help="0 (by default): the likeliest token each time.")
+    ] = 0.0,
+    top_k: Annotated[int, typer.Option("--top-k", min=0, help="Only so many of the likeliest tokens; 0: all.")] = 0,
+    top_p: Annotated[float, typer.Option("--top-p", help="Only the likeliest tokens up to this probability.")] = 1.0,
+    seed: Annotated[int | None, typer.Option("--seed", help="For the same text again at a temperature.")] = None,
+    device: Annotated[str | None, typer.Option("--device", help="cuda, cuda:1 or cpu.")] = None,
+    residency: Annotated[
+        str, typer.Option("--residency", help="auto, palette (fastest), huffman (smallest) or dense (BF16).")
+    ] = "auto",
+    max_memory: Annotated[
+        str | None, typer.Option("--max-memory", help="For weights and KV cache, like 20GiB.")
+    ] = None,
+    graph: Annotated[
+        bool | None, typer.Option("--graph/--no-graph", help="CUDA graph; by default where it is possible.")
+    ] = None,
+    revision: Revision = None,
+    token: Token = None,
+    as_json: Json = False,
+) -> None:
+    """Generate text.  It goes to stdout as it comes, and how fast it was to stderr."""
+    from .text_generation import generate_text as run
+
+    report = run(
+        model, prompt, chat=chat, system=system, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k,
+        top_p=top_p, seed=seed, device=device, residency=residency, max_memory=max_memory, revision=revision,
+        token=token, graph=graph, stream=None if as_json else sys.stdout,
+    )  # fmt: skip
+    stats = report.stats
+    if as_json:
+        _print_json(asdict(report) | {"tokens_per_second": stats.tokens_per_second})
+        return
+    if len(report.texts) > 1:
+        for text in report.texts:
+            typer.echo(text)
+    for text in stats.notes:
+        _err.print(f"note: {text}")
+    _err.print(
+        f"{stats.new_tokens} tokens after {stats.prompt_tokens} of the prompt, {stats.tokens_per_second:.1f} tokens/s"
+        f"{' with a CUDA graph' if stats.graph else ''} on {report.device}; first token after "
+        f"{stats.first_token_seconds:.2f} s, load {report.load_seconds:.1f} s"
+    )
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def serve(
+    context: typer.Context,
+    bundle: Annotated[str, typer.Argument(help="Directory, or id of a bundle on the Hub.")],
+    host: Annotated[str, typer.Option("--host", help="Address to listen at.")] = "localhost",
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port to listen at.")] = 8000,
+    device: Annotated[str, typer.Option("--device", help="auto, cuda:0 or cpu.")] = "auto",
+) -> None:
+    """Serve a bundle to OpenAI clients, with `transformers serve`; further options are passed on to it."""
+    from .serving import serve as run
+
+    run([bundle, "--host", host, "--port", str(port), "--device", device, *context.args])
+
+
+app.add_typer(cli_training.app)
+
+
+@app.command()
 def demo(
     directory: Annotated[
         Path | None, typer.Argument(help="Where to keep the files; by default they are temporary.")
@@ -311,7 +472,7 @@ def demo(
     workers: Workers = None,
     as_json: Json = False,
 ) -> None:
-    """The whole way once on SmolLM2-135M: convert, verify, restore, compare, generate."""
+    """The whole way once on SmolLM2-135M: convert, verify, restore, push, pull, compare, generate."""
     from .demo import run_demo
 
     with _bar() as bar:
@@ -327,6 +488,8 @@ def demo(
     )  # fmt: skip
     for name, digest in report.sha256.items():
         _out.print(f"restored {name}: SHA-256 {digest[:16]}... equal", markup=False, highlight=False)
+    _out.print(f"pushed to a Hub on this machine and pulled: {len(report.pushed)} files, every SHA-256 equal")
+    _out.print(f"trained on the bundle: loss {report.losses[0]:.2f} -> {report.losses[-1]:.2f}")
     _out.print(f"> {report.prompt}\n{report.answer}", markup=False, highlight=False)
 
 
@@ -396,6 +559,21 @@ def _print_kinds(rows: list[KindRow]) -> None:
     _tables.print(table)
 
 
+def _print_push(report: Any) -> None:
+    for name in report.left_out:
+        _err.print(f"left out: {name} (not a part of the bundle)", markup=False)
+    for name in report.removed:
+        _err.print(f"removed: {name} (of an earlier bundle)", markup=False)
+    where = "private" if report.private else "public"
+    what = f"{len(report.files)} files, {_size(report.total_bytes)} of weights, {_size(report.sent_bytes)} of them new"
+    if not report.changed:
+        what = "it is all there already, and nothing had to be published"
+    _out.print(
+        f"{report.repo_id} ({where}): {what}; {report.card}; {report.seconds:.1f} s: {report.url}",
+        markup=False, highlight=False,
+    )  # fmt: skip
+
+
 def _print_tensor(result: Any, name: str) -> None:
     facts = next(t for t in result.tensors if t.name == name)
     shape = "x".join(map(str, facts.shape)) or "scalar"
@@ -423,15 +601,6 @@ def _print_tensor(result: Any, name: str) -> None:
         for section, length in payload.sections.items():
             table.add_row(section, str(length))
         _tables.print(table)
-
-
-def _size(size: int) -> str:
-    value = float(size)
-    for unit in ("B", "kB", "MB", "GB"):
-        if value < 1000:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1000
-    return f"{value:.2f} TB"
 
 
 if __name__ == "__main__":

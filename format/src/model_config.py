@@ -8,6 +8,8 @@ from typing import Any
 from . import limits
 
 CONFIG = "config.json"
+# Names code in the repository that loads the model.
+AUTO_MAP = "auto_map"
 
 
 def bundle_config(original: bytes) -> dict[str, Any]:
@@ -40,6 +42,8 @@ def same_config(data: bytes, original: bytes) -> bool:
     Raises:
         ValueError: one of them isn't a JSON object.
     """
-    # As text, since NaN isn't equal to itself.
     mine, wanted = json.loads(data), bundle_config(original)
+    if isinstance(mine, dict) and AUTO_MAP not in wanted:
+        mine.pop(AUTO_MAP, None)
+    # As text, since NaN isn't equal to itself.
     return json.dumps(mine, sort_keys=True) == json.dumps(wanted, sort_keys=True)

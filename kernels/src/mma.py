@@ -1,14 +1,15 @@
 """Palette tiles times few activations on any tensor cores from Ampere on: decoded in registers, multiplied by ``mma``.
 
-    mma_linear(x, tiles, bias, out=, config=)   -> x W^T + bias, for up to 64 rows of x
+    mma_linear(x, tiles, bias, out=, config=, device=, scratch=)   -> x W^T + bias, for up to 64 rows of x
 
 Contract
     Weights are decoded exactly.  ``out`` is the rounding of one fp32 sum for each element, escapes and bias included,
-    whose order depends on the configuration and not on the run.  With finite activations a weight that is infinite or
-    NaN only spoils its own row.  No allocation, no synchronisation, no memory beside the operands.
+    whose order depends on the configuration and the device and not on the run.  With finite activations a weight that
+    is infinite or NaN only spoils its own row.  No allocation, no synchronisation: `scratch_size` says what the caller
+    must provide.
 
-One program computes some rows of W by all of K (`mma_kernel`), so nothing is added between programs, and no sum depends
-on how rows are divided.  They are divided in groups of 16 so that all multiprocessors get as many (`division`).
+One program computes some rows of W by all of K (`mma_kernel`), so nothing is added between programs.  Rows are divided
+in groups of 16 so that all multiprocessors get as many (`division`).
 """
 
 from __future__ import annotations

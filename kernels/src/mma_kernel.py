@@ -54,6 +54,16 @@ def words_layout(turns, words, parts):
 
 
 @gluon.constexpr_function
+def gather_layout(turned, block_m, entries, parts, warps):
+    """Of columns of x for escapes: [part, entry, m] from the transpose, 8 numbers for a thread, or [part, m, entry]."""
+    if turned:
+        lanes = block_m // 8
+        return gl.BlockedLayout([1, 1, 8], [1, 32 // lanes, lanes], [parts, warps, 1], [2, 1, 0])
+    lanes = entries // 2
+    return gl.BlockedLayout([1, 1, 2], [1, 32 // lanes, lanes], [parts, warps, 1], [2, 1, 0])
+
+
+@gluon.constexpr_function
 def axis_layout(layout, axis):
     """Of a vector along one of the three axes of tensors of a layout."""
     first, second = [other for other in (2, 1, 0) if other != axis]
@@ -324,20 +334,14 @@ def mma_kernel(
     even = _ring(SLOTS, PLANE, UNITS, BLOCK_M)
     odd = _ring(SLOTS, PLANE, UNITS, BLOCK_M)
     rings = (even, odd)
+    AXIS: gl.constexpr = 1 if TURNED else 2
+    GATHER: gl.constexpr = gather_layout(TURNED, BLOCK_M, ESCAPES, PARTS, WARPS)
     if TURNED:
-        # A column's numbers, 8 for a thread, and then the next one's.
-        EACH: gl.constexpr = BLOCK_M // 8
-        AXIS: gl.constexpr = 1
-        GATHER: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 32 // EACH, EACH], [PARTS, WARPS, 1], [2, 1, 0])
         gathered = gl.allocate_shared_memory(
             gl.bfloat16, [PARTS, ESCAPES, BLOCK_M],
-            gl.SwizzledSharedLayout(8, 64 // BLOCK_M, min(8, EACH), [2, 1, 0]),
+            gl.SwizzledSharedLayout(8, 64 // BLOCK_M, BLOCK_M // 8, [2, 1, 0]),
         )  # fmt: skip
     else:
-        AXIS: gl.constexpr = 2
-        GATHER: gl.constexpr = gl.BlockedLayout(
-            [1, 1, 2], [1, 64 // ESCAPES, ESCAPES // 2], [PARTS, WARPS, 1], [2, 1, 0]
-        )
         gathered = gl.allocate_shared_memory(
             gl.bfloat16, [PARTS, BLOCK_M, ESCAPES],
             gl.SwizzledSharedLayout(8, max(1, 64 // ESCAPES), ESCAPES // 8, [2, 1, 0]),

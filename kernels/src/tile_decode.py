@@ -38,14 +38,14 @@ def _store_escapes(out_ptr, at, bits, mask, strip, K):
 
 
 @triton.jit
-def _tile_decode_kernel(
-    out_ptr, planes_ptr, tables_ptr, escape_start_ptr, escape_at_ptr, escape_bits_ptr, N, K, units,
+def _decode_units(
+    number, out_ptr, planes_ptr, tables_ptr, escape_start_ptr, escape_at_ptr, escape_bits_ptr, N, K, units,
     EVEN: tl.constexpr, UNITS: tl.constexpr, BLOCK: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Decode ``UNITS`` units; EVEN: no row and no column of them is padding.  BLOCK: escapes at a time."""
     groups = tl.cdiv(units, UNITS)
-    strip = tl.program_id(0) // groups
-    first = (tl.program_id(0) % groups) * UNITS
+    strip = number // groups
+    first = (number % groups) * UNITS
     unit = strip.to(tl.int64) * units + first
     escape = tl.load(escape_start_ptr + unit)
     escape_end = tl.load(escape_start_ptr + unit + tl.minimum(units - first, UNITS))
@@ -91,13 +91,33 @@ def _tile_decode_kernel(
             _store_escapes(out_ptr, at, bits, mask, strip, K)
 
 
-def tile_decode(tiles: PaletteTiles, out: torch.Tensor | None = None) -> torch.Tensor:
+@triton.jit
+def _tile_decode_kernel(
+    out_ptr, planes_ptr, tables_ptr, escape_start_ptr, escape_at_ptr, escape_bits_ptr, N, K, units, count,
+    EVEN: tl.constexpr, UNITS: tl.constexpr, BLOCK: tl.constexpr, ASM: tl.constexpr, FEW: tl.constexpr,
+):  # fmt: skip
+    """Decode all of it: FEW programs take turns, otherwise there is one for each ``UNITS`` units."""
+    if FEW:
+        for number in range(tl.program_id(0), count, tl.num_programs(0)):
+            _decode_units(
+                number, out_ptr, planes_ptr, tables_ptr, escape_start_ptr, escape_at_ptr, escape_bits_ptr, N, K, units,
+                EVEN, UNITS, BLOCK, ASM,
+            )  # fmt: skip
+    else:
+        _decode_units(
+            tl.program_id(0), out_ptr, planes_ptr, tables_ptr, escape_start_ptr, escape_at_ptr, escape_bits_ptr, N, K,
+            units, EVEN, UNITS, BLOCK, ASM,
+        )  # fmt: skip
+
+
+def tile_decode(tiles: PaletteTiles, out: torch.Tensor | None = None, *, programs: int | None = None) -> torch.Tensor:
     """The bfloat16 matrix [N, K] that ``tiles`` holds, bit for bit.
 
     Args:
         tiles: a whole matrix, a stack, or a part of one (`PaletteTiles.rows`).
         out: bfloat16 [N, K], contiguous, on the same device, to write to; a new tensor by default.  Beginning at a
             multiple of 16 bytes, and with K a multiple of 16, it is written fastest.
+        programs: at most so many, to leave multiprocessors to what runs beside; by default as many as are fastest.
 
     Raises:
         ValueError: ``out`` has another shape, dtype, stride or device.
@@ -105,10 +125,12 @@ def tile_decode(tiles: PaletteTiles, out: torch.Tensor | None = None) -> torch.T
     out = output(tiles.shape, tiles.device, out)
     n, k = tiles.shape
     units = cdiv(k, UNIT)
-    _tile_decode_kernel[(cdiv(n, STRIP) * cdiv(units, _UNITS),)](
+    count = cdiv(n, STRIP) * cdiv(units, _UNITS)
+    few = programs is not None and programs < count
+    _tile_decode_kernel[(programs if few else count,)](
         out.view(torch.int16), tiles.planes.view(torch.int32), tiles.tables.view(torch.int32), tiles.escape_start,
-        tiles.escape_at, tiles.escape_bits, n, k, units,
-        EVEN=n % STRIP == 0 and k % (UNIT * _UNITS) == 0, UNITS=_UNITS, BLOCK=32 * _NUM_WARPS, ASM=out.is_cuda,
+        tiles.escape_at, tiles.escape_bits, n, k, units, count,
+        EVEN=n % STRIP == 0 and k % (UNIT * _UNITS) == 0, UNITS=_UNITS, BLOCK=32 * _NUM_WARPS, ASM=out.is_cuda, FEW=few,
         num_warps=_NUM_WARPS,
     )  # fmt: skip
     return out

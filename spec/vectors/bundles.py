@@ -196,6 +196,12 @@ def valid_bundles() -> Iterator[Case]:
     yield "bundle-no-config", no_config().files()
     empty = Source("model.safetensors", {"empty": Tensor("F32", [0], b"")})
     yield "bundle-empty-tensor", assemble([empty], {}, {}, [["empty"]]).files()
+    yield "bundle-with-code", with_auto_map(tiny().files(), {"AutoModel": "modeling_unweight.UnweightModel"})
+
+
+def with_auto_map(files: Files, value: object) -> Files:
+    """A bundle whose ``config.json`` names code, which the original doesn't."""
+    return {**files, "config.json": json_bytes({**json.loads(files["config.json"]), "auto_map": value})}
 
 
 def bf16_tensor(bits: Sequence[int], shape: Sequence[int]) -> Tensor:
@@ -710,6 +716,7 @@ def file_cases() -> Iterator[Case]:
     for name, change in (
         ("config-without-our-entry", lambda c: c.pop("quantization_config")),
         ("config-with-another-value", lambda c: c.update(torch_dtype="float16")),
+        ("config-with-two-changes", lambda c: c.update(auto_map={}, torch_dtype="float16")),
         ("config-without-the-entry-it-had", lambda c: c["quantization_config"].pop("original_quantization_config")),
     ):
         config = json.loads(configured["config.json"])

@@ -67,4 +67,6 @@ def test_demo(tmp_path):
         assert (
             sha256(tmp_path / "demo" / "restored" / name) == sha256(tmp_path / "demo" / "checkpoint" / name) == digest
         )
+    assert report.losses[-1] < report.losses[0] - 0.5
+    unweight.verify(tmp_path / "demo" / "merged")
     assert "Paris" in report.answer

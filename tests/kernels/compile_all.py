@@ -4,7 +4,7 @@
 A module ``compile_*`` yields kernel, signature, constants and options from ``cases()``, and the names of arguments that
 are known for multiples of 16, if the kernel needs that; if it has ``CAPABILITIES``, it
 is for those only.  Of a kernel's cases the first and the last are compiled, or all of them with ``--all``, which takes
-half an hour.  Prints how many there were for each kernel.
+half an hour, or if the module has ``ALL``.  Prints how many there were for each kernel.
 """
 
 import importlib
@@ -36,11 +36,12 @@ def selected(names, capability, everything):
         if capability not in getattr(module, "CAPABILITIES", (capability,)):
             continue
         takes_capability = "capability" in inspect.signature(module.cases).parameters
+        group = " (shipped)" if getattr(module, "ALL", False) else ""
         for case in module.cases(capability) if takes_capability else module.cases():
-            cases.setdefault(f"{case[0].__module__}.{case[0].__name__}", {})[str(case[1:])] = case
+            cases.setdefault(f"{case[0].__module__}.{case[0].__name__}{group}", {})[str(case[1:])] = case
     for name, found in cases.items():
         found = [*found.values()]
-        yield name, found if everything else [found[0], *found[-1:][: len(found) - 1]]
+        yield name, found if everything or name.endswith(")") else [found[0], *found[-1:][: len(found) - 1]]
 
 
 def main():

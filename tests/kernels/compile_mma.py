@@ -26,17 +26,18 @@ def configurations(device):
     return [*found, (search_space(Problem("linear", "palette", 16, 14336, 4096), device)[-1], True)]
 
 
+def case(config, ragged=False):
+    constants = {
+        "BLOCK_M": config.block_m, "ROWS": config.rows, "PARTS": config.parts, "UNITS": config.units,
+        "STAGES": config.stages, "TURNED": bool(config.turned), "ESCAPES": escapes(config), "EVEN": not ragged,
+        "VECTOR": not ragged, "BIAS": ragged or bool(config.pdl), "PDL": bool(config.pdl),
+    }  # fmt: skip
+    signature = {name: "constexpr" if name in constants else TYPES.get(name, "i32") for name in mma_kernel.arg_names}
+    options = {"num_warps": num_warps(config), "launch_pdl": bool(config.pdl)}
+    aligned = ("out_ptr", "planes_ptr") if ragged else ("out_ptr", "planes_ptr", "x_ptr", "N")
+    return mma_kernel, signature, constants, options, aligned
+
+
 def cases(capability=90):
     for config, ragged in configurations(DEVICES[capability]):
-        constants = {
-            "BLOCK_M": config.block_m, "ROWS": config.rows, "PARTS": config.parts, "UNITS": config.units,
-            "STAGES": config.stages, "TURNED": bool(config.turned),
-            "ESCAPES": escapes(config), "EVEN": not ragged, "VECTOR": not ragged, "BIAS": ragged or bool(config.pdl),
-            "PDL": bool(config.pdl),
-        }  # fmt: skip
-        signature = {
-            name: "constexpr" if name in constants else TYPES.get(name, "i32") for name in mma_kernel.arg_names
-        }
-        options = {"num_warps": num_warps(config), "launch_pdl": bool(config.pdl)}
-        aligned = ("out_ptr", "planes_ptr") if ragged else ("out_ptr", "planes_ptr", "x_ptr", "N")
-        yield mma_kernel, signature, constants, options, aligned
+        yield case(config, ragged)

@@ -21,25 +21,28 @@ def configurations():
     return [*found.values()]
 
 
-def cases():
+def case(config, op="linear"):
     x, weights, records = layouts()
+    constants = {
+        "BLOCK_M": config.block_m, "UNITS": config.units, "STAGES": config.stages, "GROUP": config.group,
+        "BIAS": op == "linear", "SWIGLU": op == "swiglu", "PDL": bool(config.pdl), "OVERLAP": bool(config.overlap),
+        "REGISTERS": REGISTERS, "COPYING_REGISTERS": COPYING_REGISTERS,
+    }  # fmt: skip
+    types = TYPES | {
+        "x_d": f"tensordesc<bf16[{config.block_m}, 64],{x}>",
+        "nibbles_d": f"tensordesc<i32[1, {config.units}, 16, 32],{weights}>",
+        "low_d": f"tensordesc<i32[1, {config.units}, 32, 32],{weights}>",
+        "records_d": f"tensordesc<i32[8, 4],{records}>",
+    }
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in stream_kernel.arg_names}
+    return stream_kernel, signature, constants, {
+        "num_warps": 4, "maxnreg": REGISTERS_AT_START, "launch_pdl": bool(config.pdl),
+    }  # fmt: skip
+
+
+def cases():
     for config, op in configurations():
-        constants = {
-            "BLOCK_M": config.block_m, "UNITS": config.units, "STAGES": config.stages, "GROUP": config.group,
-            "BIAS": op == "linear", "SWIGLU": op == "swiglu", "PDL": bool(config.pdl), "OVERLAP": bool(config.overlap),
-            "REGISTERS": REGISTERS, "COPYING_REGISTERS": COPYING_REGISTERS,
-        }  # fmt: skip
-        types = TYPES | {
-            "x_d": f"tensordesc<bf16[{config.block_m}, 64],{x}>",
-            "nibbles_d": f"tensordesc<i32[1, {config.units}, 16, 32],{weights}>",
-            "low_d": f"tensordesc<i32[1, {config.units}, 32, 32],{weights}>",
-            "records_d": f"tensordesc<i32[8, 4],{records}>",
-        }
-        signature = {
-            name: "constexpr" if name in constants else types.get(name, "i32") for name in stream_kernel.arg_names
-        }
-        options = {"num_warps": 4, "maxnreg": REGISTERS_AT_START, "launch_pdl": bool(config.pdl)}
-        yield stream_kernel, signature, constants, options
+        yield case(config, op)
 
 
 # What Hopper's instructions need.

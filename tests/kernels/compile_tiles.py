@@ -8,13 +8,16 @@ POINTERS = {
     "block_words_ptr": "*i32", "lane_base_ptr": "*i16", "lane_delta_ptr": "*u8", "sign_mantissa_ptr": "*u8",
     "raw_rank_ptr": "*i32", "raw_rows_ptr": "*u8", "raw_exponents_ptr": "*u8", "raw_bytes_ptr": "*u8",
     "table_ptr": "*u8", "palette_ptr": "*i32", "n": "i64", "columns": "i32", "N": "i32", "K": "i32", "units": "i32",
-    "jobs": "i32",
+    "jobs": "i32", "count": "i32",
 }  # fmt: skip
 
 
 def configurations():
     for even in (True, False):
-        constants = {"EVEN": even, "UNITS": tile_decode._UNITS, "BLOCK": 32 * tile_decode._NUM_WARPS, "ASM": True}
+        constants = {
+            "EVEN": even, "UNITS": tile_decode._UNITS, "BLOCK": 32 * tile_decode._NUM_WARPS, "ASM": True,
+            "FEW": not even,
+        }  # fmt: skip
         yield tile_decode._tile_decode_kernel, {"out_ptr": "*i16"}, constants, tile_decode._NUM_WARPS
 
     codes = {"codes_ptr": "*u8", "tables_ptr": "*u8"}

@@ -13,15 +13,17 @@ TYPES = {
 CAPABILITIES = (90,)
 
 
+def case(config):
+    constants = {
+        "BLOCK_M": config.block_m, "UNITS": config.units, "STAGES": config.stages, "BIAS": bool(config.pdl),
+        "PDL": bool(config.pdl),
+    }  # fmt: skip
+    signature = {name: "constexpr" if name in constants else TYPES.get(name, "i32") for name in wgmma_kernel.arg_names}
+    options = {"num_warps": 4, "launch_pdl": bool(config.pdl)}
+    return wgmma_kernel, signature, constants, options, ("x_ptr", "planes_ptr", "turned_ptr")
+
+
 def cases():
     for m in (16, 32, 64):
         for config in search_space(Problem("linear", "palette", m, 14336, 4096), HOPPER):
-            constants = {
-                "BLOCK_M": config.block_m, "UNITS": config.units, "STAGES": config.stages,
-                "BIAS": bool(config.pdl), "PDL": bool(config.pdl),
-            }  # fmt: skip
-            signature = {
-                name: "constexpr" if name in constants else TYPES.get(name, "i32") for name in wgmma_kernel.arg_names
-            }
-            options = {"num_warps": 4, "launch_pdl": bool(config.pdl)}
-            yield wgmma_kernel, signature, constants, options, ("x_ptr", "planes_ptr", "turned_ptr")
+            yield case(config)

@@ -246,12 +246,6 @@ def test_place(monkeypatch, tmp_path):
     assert cache_module.user_cache().path == tmp_path / "c" / ".cache" / "unweight" / "tuning-1.json"
 
 
-def test_the_same_directory_as_the_models():
-    from unweight.models import cache_directory
-
-    assert cache_directory() == cache_module.cache_directory()
-
-
 # 5. Sources
 
 

@@ -65,6 +65,12 @@ def test_every_pattern(make, most, least):
     assert_bits(tile_decode(packed), weights)
 
 
+@pytest.mark.parametrize("programs", [1, 2, 5, 11, 12, 1000])
+def test_few_programs_take_turns(programs):
+    weights = normal(190, 450)
+    assert_bits(tile_decode(tiles.pack(weights), programs=programs), weights)
+
+
 def test_escapes_at_corners():
     """Units of a program, programs of a strip, and strips meet where these stand."""
     weights = normal(130, 200)

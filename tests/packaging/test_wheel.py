@@ -44,10 +44,10 @@ def test_contents(wheel):
     assert {top for top in tops if not top.endswith(".dist-info")} == {"unweight"}
     for needed in (
         "__init__.py", "py.typed", "cli.py", "codec/lanes.py", "format/schema.py", "kernels/huffman.py",
-        "kernels/configs/nvidia_h200.json",
+        "kernels/configs/nvidia_h200.json", "finetune/training.py", "finetune/nutshell.jsonl",
     ):  # fmt: skip
         assert f"unweight/{needed}" in names
-    other = {n for n in names if n.startswith("unweight/") and not n.endswith((".py", "py.typed"))}
+    other = {n for n in names if n.startswith("unweight/") and not n.endswith((".py", "py.typed", "nutshell.jsonl"))}
     assert {n for n in other if not n.startswith("unweight/kernels/configs/") or not n.endswith(".json")} == set()
 
 
