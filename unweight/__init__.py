@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .conversion import convert as convert
     from .errors import UnweightError as UnweightError
     from .generation import generate as generate
+    from .in_place import compress_model as compress_model
     from .inspection import inspect as inspect
     from .loading import load as load
     from .publishing import push as push
@@ -32,6 +33,7 @@ _WHERE = {
     "UnweightConfig": "quantizer",
     "UnweightError": "errors",
     "compress": "tensors",
+    "compress_model": "in_place",
     "convert": "conversion",
     "decompress": "tensors",
     "decompress_bits": "tensors",

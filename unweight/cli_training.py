@@ -59,7 +59,10 @@ def finetune(
     weight_decay: Annotated[float, typer.Option("--weight-decay", min=0, help="AdamW's.")] = 0.0,
     optimizer: Annotated[str, typer.Option("--optimizer", help="adamw or adamw8bit.")] = "adamw",
     checkpointing: Annotated[
-        str, typer.Option("--checkpointing", help="none, or full: compute activations again.")
+        str,
+        typer.Option(
+            "--checkpointing", help="Compute activations again: none, mlp, full, or offload (inputs to host)."
+        ),
     ] = "none",
     seed: Annotated[int, typer.Option("--seed", min=0, help="Of order, adapter and dropout.")] = 0,
     eval_every: Annotated[int, typer.Option("--eval-every", min=0, help="Steps; 0 for the end only.")] = 0,
@@ -77,6 +80,7 @@ def finetune(
         str, typer.Option("--residency", help="Of a bundle in memory: auto, palette, huffman or dense.")
     ] = "auto",
     fused: Annotated[bool, typer.Option("--fused/--no-fused", help="Fused forward passes where possible.")] = True,
+    shard: Annotated[bool, typer.Option("--shard", help="Spread the base over torchrun's processes (FSDP2).")] = False,
     push_to: Annotated[str | None, typer.Option("--push-to", help="Then push the adapter to this repository.")] = None,
     private: Annotated[bool, typer.Option("--private", help="Make the repository a private one.")] = False,
     revision: Revision = None,
@@ -105,7 +109,7 @@ def finetune(
         report = training.train(
             base, data, output, config=config, lora=lora, eval_data=eval_data, tokenizer=tokenizer, device=device,
             resume=resume, force=force, stop_after=stop_after, tensorboard=tensorboard, residency=residency,
-            fused=fused, revision=revision, token=token, progress=bar,
+            fused=fused, shard=shard, revision=revision, token=token, progress=bar,
         )  # fmt: skip
     if not leads:
         return

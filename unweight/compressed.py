@@ -60,6 +60,8 @@ class CompressedMatrix(nn.Module):
     # What products take, made when it is needed, and the parameter that it was made of.
     _uw_weight: PaletteTiles | ResidentHuffman | None
     _uw_made_of: torch.Tensor | None
+    # Whether parameters are pieces of the matrix, and whole ones only while somebody computes with it.
+    _uw_sharded = False
 
     def init_storage(self, shape: tuple[int, int]) -> None:
         """Make this a module without bytes yet, for a matrix of this shape."""
@@ -109,7 +111,15 @@ class CompressedMatrix(nn.Module):
         payload = self._parameters.get(PAYLOAD)
         if payload is None:
             raise RuntimeError(f"{type(self).__name__} has no payload")
+        self._check_whole()
         return payload
+
+    def _check_whole(self) -> None:
+        if hasattr(self.stored, "device_mesh"):
+            raise RuntimeError(
+                "these weights are sharded over processes, and whole only while their layer computes: call the model, "
+                "not one of its parts"
+            )
 
     def drop(self) -> None:
         """Let go of the matrix."""
@@ -130,8 +140,9 @@ class CompressedMatrix(nn.Module):
     def compressed(self) -> PaletteTiles | ResidentHuffman:
         """The matrix as `unweight.kernels` multiplies by it; it shares the parameters' memory."""
         # Offloading puts other tensors in the place of parameters behind a module's back, and hooks tell of it.
-        stale = self._uw_weight is None or (is_offloaded(self) and self._uw_made_of is not self.stored)
+        stale = self._uw_weight is None or (self._is_transient() and self._uw_made_of is not self.stored)
         if stale:
+            self._check_whole()
             self._uw_weight = self._make()
             self.__dict__["_uw_made_of"] = self.stored  # by assignment it would become a second parameter
         return cast("PaletteTiles | ResidentHuffman", self._uw_weight)
@@ -144,15 +155,31 @@ class CompressedMatrix(nn.Module):
             return PaletteTiles(**{name: self._parameters[f"uw_{name}"] for name in TILES}, shape=self.uw_shape)  # type: ignore[arg-type]
         from .kernels import ResidentHuffman
 
-        if not is_offloaded(self):
+        if not self._is_transient():
             self._pad()
-        weights = huffman_weights(self._payload, self.header, self.uw_shape)
+        weights = huffman_weights(
+            self._payload if self.stored.is_cuda else self._host_bytes, self.header, self.uw_shape
+        )
         plan = None
-        if weights.codes.is_cuda and not is_offloaded(self):
+        if weights.codes.is_cuda and not self._is_transient():
             plan = self._plan(weights)
             for name in ("table", "palette"):
                 self.register_buffer(f"uw_code_{name}", getattr(weights, name), persistent=False)
         return ResidentHuffman(weights, plan)
+
+    def _is_transient(self) -> bool:
+        return self._uw_sharded or is_offloaded(self)
+
+    def begin_sharding(self) -> None:
+        """From now on somebody else puts pieces of the parameters, and whole ones for a while, in their places.
+
+        What a whole one is used for stays right: FSDP2 gathers it in the same tensor each time.
+        """
+        self._forget()
+        if self.residency == "huffman":
+            _ = self.header  # of a piece it can't be read
+            self._pad()
+        self._uw_sharded = True
 
     def _plan(self, weights: HuffmanWeights) -> Any:
         """What turns the payload into tiles for a product; None where tiles would have too many escapes."""
@@ -246,7 +273,12 @@ class CompressedMatrix(nn.Module):
     def host_payload(self) -> Payload:
         """The payload, on the CPU."""
         size = self.header.payload_size
-        return Payload(MemoryRegion(self._payload.detach()[:size].numpy()))
+        return Payload(MemoryRegion(self._host_bytes.detach()[:size].numpy()))
+
+    @property
+    def _host_bytes(self) -> torch.Tensor:
+        """The payload as numpy may have it: whose memory numpy has seen, that tensor can never give it back."""
+        return self._payload.detach().clone() if self._uw_sharded else self._payload
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """``x W^T + bias``; on a GPU by the kernels, elsewhere by torch on the decoded matrix."""
@@ -303,8 +335,10 @@ class CompressedMatrix(nn.Module):
             raise FrozenWeightError(WAY_OUT)
         super().__setattr__(name, value)
         if name.startswith("uw_") and name != "uw_shape":
-            self._uw_header = None
-            self._forget()
+            if not self._uw_sharded:
+                self._uw_header = None
+            if not self._uw_sharded or self.stored.device.type == "cpu":
+                self._forget()
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         """Take what a state dict has, in whichever residency it was saved."""

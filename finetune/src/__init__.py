@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .attaching import fuse as fuse
     from .attaching import fusion_report as fusion_report
     from .attaching import unfuse as unfuse
+    from .checkpointing import set_checkpointing as set_checkpointing
     from .gated_mlp import SecondBackwardError as SecondBackwardError
     from .gated_mlp import gated as gated
     from .linear_cross_entropy import LabelRows as LabelRows
@@ -45,6 +46,7 @@ _WHERE = {
     "merge": "merging",
     "push_adapter": "adapters",
     "save_adapter": "adapters",
+    "set_checkpointing": "checkpointing",
     "train": "training",
     "unfuse": "attaching",
 }

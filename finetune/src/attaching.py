@@ -20,6 +20,7 @@ from torch import nn
 
 from .cross_entropy import LossOptions
 from .linear_cross_entropy import BUDGET, LabelRows, linear_cross_entropy
+from .mixins import become, restore
 from .patching import (
     Fused,
     FusedAttention,
@@ -31,9 +32,7 @@ from .patching import (
     FusedLoraLinear,
     FusedMistralAttention,
     FusedMlp,
-    become,
     projection,
-    restore,
 )
 from .provider import DecodeAhead
 

@@ -43,6 +43,10 @@ class Batch:
         )
         return Batch(ids, positions, labels, self.lines)
 
+    def idle(self) -> Batch:
+        """A sequence of it from which nothing is learned, for a process that has to keep step with others."""
+        return Batch(self.input_ids[:1], self.position_ids[:1], torch.full_like(self.labels[:1], IGNORED), ())
+
 
 @dataclass(frozen=True, slots=True)
 class Step:

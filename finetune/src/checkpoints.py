@@ -31,6 +31,7 @@ from unweight.format.atomic import sync_directory, write_file
 from .adapters import CONFIG, read_adapter, save_adapter, set_state
 from .base import Identity
 from .optimizer import Weights
+from .settings import FREE
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -165,7 +166,7 @@ def load_checkpoint(
         ) from None
     differences = [
         f"{key} was {state['run'].get(key)!r} and is {run.get(key)!r}"
-        for key in sorted(state["run"].keys() | run.keys())
+        for key in sorted((state["run"].keys() | run.keys()) - FREE)
         if state["run"].get(key) != run.get(key)
     ]
     if differences:

@@ -4,6 +4,7 @@ that lets packed examples see one another.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +14,17 @@ from unweight.errors import NonFiniteError, TrainingError
 
 from .attaching import FusedCausalLm
 from .batches import IGNORED, Batch
+from .reporting import memory_in_use
+from .settings import TrainConfig
 
 # Two runs of one model on the same tokens may differ by rounding where products are cut by the number of tokens.
 _ROUNDINGS = 8
+# What needs less memory than a level of checkpointing.
+_NEXT_LEVEL = {
+    "none": "full (slower, and needs a fraction of it)",
+    "mlp": "full (slower, and needs a fraction of it)",
+    "full": "offload (with layers' inputs in host memory)",
+}
 
 
 def loss_of(model: torch.nn.Module, batch: Batch, learned: int) -> torch.Tensor:
@@ -164,6 +173,28 @@ def memory_advice(use: MemoryUse, *, batch_size: int, length: int, accumulation:
         options.append(f"--batch-size {smaller} --accumulate {grown} (the same steps)")
     if batch_size == 1 or fits < length:
         options.append(f"--length {max(128, min(fits // batch_size, length - 1) // 128 * 128)}")
-    if checkpointing == "none":
-        options.append("--checkpointing full (slower, and needs a fraction of it)")
+    if checkpointing in _NEXT_LEVEL:
+        options.append(f"--checkpointing {_NEXT_LEVEL[checkpointing]}")
     return text + "Lower it with " + ", or ".join(options) + "."
+
+
+def out_of_memory(
+    error: torch.OutOfMemoryError, before: int, config: TrainConfig, device: torch.device
+) -> TrainingError:
+    """The error for a step that memory wasn't enough for.
+
+    Args:
+        before: bytes in use before the step.
+    """
+    units = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+    asked = re.search(r"allocate ([\d.]+) (KiB|MiB|GiB)", str(error))
+    requested = int(float(asked[1]) * units[asked[2]]) if asked else 0
+    use = MemoryUse(
+        capacity=torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0,
+        before=before, peak=memory_in_use(device.type), requested=requested,
+    )  # fmt: skip
+    advice = memory_advice(
+        use, batch_size=config.batch_size, length=config.length, accumulation=config.accumulate,
+        checkpointing=config.checkpointing,
+    )  # fmt: skip
+    return TrainingError(advice)

@@ -1,6 +1,6 @@
 """Modules of transformers and PEFT with fused forward passes in the place of their own.
 
-    become(module, mixin)      the module, of a class that computes the same in fewer steps
+    Fused...                   mixins that compute the same in fewer steps, for `mixins.become`
     projection(module)         a linear layer and its adapter as the functions take them, or why they can't
 
 A module keeps its parameters' names, its hooks and its state; only ``forward`` is another one.  At each call it looks
@@ -25,6 +25,7 @@ from .lora_functions import Angles, lora_linear, lora_qkv
 from .lora_mlp import lora_mlp
 from .lora_plan import Norm
 from .lora_rows import Adapter
+from .mixins import Mixin
 from .placement import autocast_dtype
 from .provider import DecodeAhead, Projections, making_again
 from .references import activation_name
@@ -101,49 +102,16 @@ def _plain(base: nn.Module) -> str | None:
 def _hooked(*modules: nn.Module) -> str | None:
     """Why a module's forward must be called by torch."""
     for module in modules:
-        if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or hasattr(module, "_hf_hook"):
+        hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values(), *module._backward_hooks.values())
+        # Those of FSDP2 gather weights, and have no interest in values.
+        others = [hook for hook in hooks if not str(getattr(hook, "__module__", "")).startswith("torch.distributed.")]
+        if others or hasattr(module, "_hf_hook"):
             return "it has hooks"
     return None
 
 
-# Changing a module's class
-
-
-_classes: dict[tuple[type, type], Any] = {}
-
-
-def _joined(own: type, mixin: type) -> Any:
-    if (own, mixin) not in _classes:
-        # With its own name, which is what configurations and messages have.
-        members = {"__module__": own.__module__, "_fused_from": (own, mixin)}
-        _classes[own, mixin] = type(own.__name__, (mixin, own), members)
-    return _classes[own, mixin]
-
-
-def become(module: nn.Module, mixin: type) -> None:
-    """Give a module the forward pass of ``mixin``; once."""
-    if not isinstance(module, mixin):
-        module.__class__ = _joined(type(module), mixin)
-
-
-def restore(module: nn.Module) -> None:
-    """Undo `become`."""
-    while "_fused_from" in type(module).__dict__:
-        module.__class__ = type(module).__dict__["_fused_from"][0]
-
-
-def _empty(own: type[nn.Module], mixin: type) -> nn.Module:
-    cls: type[nn.Module] = _joined(own, mixin)
-    return cls.__new__(cls)
-
-
-class Fused:
+class Fused(Mixin):
     """What all fused modules have."""
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """A joined class has no name of its own by which a pickle could find it."""
-        own, mixin = type(self)._fused_from  # type: ignore[attr-defined]
-        return _empty, (own, mixin), self.__dict__
 
     def why_not(self) -> str | None:
         """Why the original forward runs, as things are now; None if it doesn't."""

@@ -125,6 +125,14 @@ class Projections:
         """Whether any of the matrices must be decoded."""
         return any(not isinstance(weight, torch.Tensor) for weight in self.weights)
 
+    @property
+    def whole(self) -> bool:
+        """Whether the weights are here; those of a sharded model are only while their layer computes."""
+        modules = [
+            m for s in self._sources if isinstance(s, torch.nn.Module) for m in (s, *getattr(s, "_embedding", ()))
+        ]
+        return not any(hasattr(p, "device_mesh") for module in modules for p in module._parameters.values())
+
     def matrices(self, x: torch.Tensor, *, rounding: bool = False) -> Matrices:
         """The matrices as dense ones in ``x``'s dtype: all in one where all are compressed.
 
@@ -245,7 +253,7 @@ def empty_stack(weights: Sequence[Weight]) -> torch.Tensor:
 MOST_LEFT = 16
 
 
-class _Beside:
+class Beside:
     """A second stream beside whichever is current."""
 
     def __init__(self, device: torch.device) -> None:
@@ -288,7 +296,7 @@ class DecodeAhead:
     def __init__(self, limit: int = 1 << 30, side: Side | None = None) -> None:
         self.limit = limit
         self._side = side
-        self._streams: dict[torch.device, _Beside] = {}
+        self._streams: dict[torch.device, Beside] = {}
         self._followers: dict[tuple[bool, int, int], Projections] = {}
         self._key: tuple[bool, int, int] | None = None
         self._waiting: _Ahead | None = None
@@ -348,7 +356,7 @@ class DecodeAhead:
             self._followers[self._key] = group
         self._key = (recomputing(), 0 if self._key is None else self._key[2], id(group))
         follower = self._followers.get(self._key)
-        if follower is None:
+        if follower is None or not follower.whole:
             return
         weights = [weight for weight in follower.weights if not isinstance(weight, torch.Tensor)]
         nbytes = sum(2 * weight.shape[0] * weight.shape[1] for weight in weights)
@@ -363,9 +371,9 @@ class DecodeAhead:
         ready = side.start(lambda: decoded(weights, matrix))
         self._waiting = _Ahead(follower, _identity(weights), matrix, side, ready)
 
-    def _stream(self, device: torch.device) -> _Beside:
+    def _stream(self, device: torch.device) -> Beside:
         if device not in self._streams:
-            self._streams[device] = _Beside(device)
+            self._streams[device] = Beside(device)
         return self._streams[device]
 
 

@@ -10,10 +10,10 @@ from .data import Overlong
 
 Optimizer = Literal["adamw", "adamw8bit"]
 Schedule = Literal["cosine", "linear", "constant"]
-Checkpointing = Literal["none", "full"]
+Checkpointing = Literal["none", "mlp", "full", "offload"]
 _CHOICES = {"optimizer": Optimizer, "schedule": Schedule, "checkpointing": Checkpointing, "overlong": Overlong}
 # Settings that change neither the losses nor the weights.
-FREE = {"eval_every", "save_every", "keep"}
+FREE = {"checkpointing", "eval_every", "save_every", "keep"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,8 @@ class TrainConfig:
         warmup: steps in which the learning rate rises, or their share of all steps if it is below 1.
         clip: the largest norm of all gradients together; 0 for no limit.
         optimizer: ``adamw8bit`` keeps its state in 8 bits (needs bitsandbytes or torchao).
-        checkpointing: ``full`` keeps only each layer's input and computes the rest again.
+        checkpointing: what is computed again for backward, so that it isn't kept: ``mlp`` what is inside the MLPs,
+            ``full`` all but each layer's input, ``offload`` likewise, with these inputs in host memory.
         eval_every, save_every: steps between evaluations and checkpoints; 0 for the end only.
         keep: checkpoints that are kept.
     """

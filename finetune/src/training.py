@@ -24,12 +24,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from unweight.errors import AdapterError, DataError, NonFiniteError, TrainingError
+from unweight.errors import AdapterError, DataError, NonFiniteError
 
 from . import adapters, checkpoints, diagnosis
 from .attaching import fuse
 from .base import Identity, identify
 from .batches import Plan, Step, in_order
+from .checkpointing import set_checkpointing
 from .data import Dataset, read_dataset
 from .distributed import Group, join
 from .loading import load_model, load_tokenizer
@@ -46,6 +47,8 @@ from .reporting import (
     perplexity,
 )
 from .settings import FREE, TrainConfig
+from .sharding import check_group, host_residency, is_sharded, sharded_run
+from .sharding import shard as spread
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
@@ -75,8 +78,8 @@ def train(
     config: TrainConfig | None = None, lora: LoraConfig | None = None, eval_data: str | os.PathLike[str] | None = None,
     tokenizer: Any = None, device: str | None = None, resume: bool = False, force: bool = False,
     stop_after: int | None = None,
-    tensorboard: bool = False, residency: str = "auto", fused: bool = True, revision: str | None = None,
-    token: str | None = None, progress: TrainingProgress | None = None,
+    tensorboard: bool = False, residency: str = "auto", fused: bool = True, shard: bool = False,
+    revision: str | None = None, token: str | None = None, progress: TrainingProgress | None = None,
 ) -> TrainReport:  # fmt: skip
     """Train a LoRA adapter on a base that isn't changed, and save it in ``output`` as ``peft`` saves it.
 
@@ -94,6 +97,8 @@ def train(
         device: like ``cuda`` or ``cpu``; by default a GPU if there is one.
         residency: of a bundle's matrices while training (see `unweight.load`).
         fused: give the model's layers fused forward passes where that is possible; the report says where.
+        shard: spread the base over the processes, which have a copy each otherwise (see `sharding`).  It is read into
+            host memory at first.
         resume: go on from the newest checkpoint in ``output``.
         force: replace the results of an earlier run.
         stop_after: end with this step, and a checkpoint, as a signal would.
@@ -112,6 +117,8 @@ def train(
     group = join(device)
     if not group.leads:
         progress = QuietTraining()
+    if shard:
+        check_group(group)
     target = Path(output)
     with checkpoints.locked(target) if group.leads else nullcontext():
         if group.leads:
@@ -137,16 +144,20 @@ def train(
             progress.note(f"reading {base} ...")
             identity = identify(base, revision=revision, token=token)
             is_bundle = identity.bundle is not None
-            model = load_model(
-                base, torch_device, is_bundle=is_bundle, residency=residency, revision=revision, token=token
-            )
+            place = torch.device("cpu") if shard else torch_device
+            held = host_residency(residency, torch_device) if shard else residency
+            model = load_model(base, place, is_bundle=is_bundle, residency=held, revision=revision, token=token)
         torch.manual_seed(config.seed)
         if lora is not None:
             model = adapters.wrap(model, lora)
         if fused:
             progress.note(str(fuse(model)))
-        run = _Run(model, examples, held_out, config, group, torch_device, target, progress, _name(base), identity)
-        return run.go(resume=resume, stop_after=stop_after, tensorboard=tensorboard)
+        set_checkpointing(model, config.checkpointing, note=progress.note)
+        with sharded_run() if shard else nullcontext():
+            if shard:
+                progress.note(spread(model, group, torch_device, residency))
+            run = _Run(model, examples, held_out, config, group, torch_device, target, progress, _name(base), identity)
+            return run.go(resume=resume, stop_after=stop_after, tensorboard=tensorboard)
 
 
 class _Run:
@@ -159,8 +170,8 @@ class _Run:
         self._model, self._held_out, self._config, self._group = model, held_out, config, group
         self._device, self._output, self._progress = device, output, progress
         self._base, self._identity = base, identity
-        if config.checkpointing == "full":
-            _checkpoint_layers(model)
+        # Then every forward pass is one of all processes.
+        self._in_step = is_sharded(model)
         model.train()
         embeddings = model.get_input_embeddings()
         vocabulary = getattr(embeddings, "base_layer", embeddings).weight.shape[0]
@@ -260,16 +271,18 @@ class _Run:
         totals = torch.zeros(3, dtype=torch.float64, device=self._device)  # loss, tokens, wishes to stop
         losses = []
         batches = [self._plan.batch(sequences) for sequences in group.share(step.micro_batches)]
+        if self._in_step and len(batches) * group.size < len(step.micro_batches):
+            batches.append(self._plan.batch(step.micro_batches[0]).idle())
         for batch in batches:
             try:
                 loss = diagnosis.loss_of(self._model, batch.to(self._device), step.learned)
                 loss.backward()  # type: ignore[no-untyped-call]
             except torch.OutOfMemoryError as error:
                 self._weights.clear()
-                raise _out_of_memory(error, before, config, self._device) from error
+                raise diagnosis.out_of_memory(error, before, config, self._device) from error
             losses.append(loss.detach())
             totals[0] += losses[-1]
-            totals[1] += batch.input_ids.numel()
+            totals[1] += batch.input_ids.numel() if batch.lines else 0
         totals[2] = float(asked.is_set())
         group.add_up([*self._weights.collect(), totals])
         norm = torch.nn.utils.clip_grad_norm_(self._weights.masters.values(), config.clip or math.inf)
@@ -295,6 +308,8 @@ class _Run:
             batch = bad[0].to(self._device) if bad else None
             error = diagnosis.non_finite(self._model, batch, step.number, loss)
         else:
+            if self._in_step:  # with those that look for the culprit
+                diagnosis.non_finite(self._model, batches[0].to(self._device), step.number, loss)
             error = NonFiniteError(
                 f"step {step.number}: the loss of another process isn't finite; its message says where.",
                 step=step.number, culprit="another process",
@@ -312,10 +327,13 @@ class _Run:
         total = torch.zeros(1, dtype=torch.float64, device=self._device)
         self._model.eval()
         batches = in_order(self._held_out, length=config.length, batch_size=config.batch_size, packing=config.packing)
-        with torch.inference_mode():
+        with torch.no_grad() if self._in_step else torch.inference_mode():
+            number, batch = -1, None
             for number, batch in enumerate(batches):
                 if number % group.size == group.rank:
                     total += diagnosis.loss_of(self._model, batch.to(self._device), 1)
+            if self._in_step and batch is not None and number % group.size < group.rank:
+                diagnosis.loss_of(self._model, batch.idle().to(self._device), 1)
         self._model.train()
         group.add_up([total])
         learned = self._held_out.learned
@@ -352,31 +370,6 @@ def _stop_signals(progress: TrainingProgress) -> Iterator[threading.Event]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _out_of_memory(
-    error: torch.OutOfMemoryError, before: int, config: TrainConfig, device: torch.device
-) -> TrainingError:
-    import re
-
-    units = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
-    asked = re.search(r"allocate ([\d.]+) (KiB|MiB|GiB)", str(error))
-    requested = int(float(asked[1]) * units[asked[2]]) if asked else 0
-    use = diagnosis.MemoryUse(
-        capacity=torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0,
-        before=before, peak=memory_in_use(device.type), requested=requested,
-    )  # fmt: skip
-    advice = diagnosis.memory_advice(
-        use, batch_size=config.batch_size, length=config.length, accumulation=config.accumulate,
-        checkpointing=config.checkpointing,
-    )  # fmt: skip
-    return TrainingError(advice)
-
-
-def _checkpoint_layers(model: PeftModel) -> None:
-    """Each layer keeps its input only.  transformers has renamed the method that does it."""
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable({"use_reentrant": False})
 
 
 def _check_vocabulary(data: Dataset, held_out: Dataset | None, size: int) -> None:

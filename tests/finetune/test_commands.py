@@ -71,7 +71,7 @@ def test_train_stop_go_on_and_merge(run, bundle, data, tmp_path):
 
 def test_options_reach_the_adapter(run, base, data, tmp_path):
     more = ["--target", "q_proj", "--target", "v_proj", "--alpha", 12, "--rslora", "--dropout", 0.1, "--no-packing"]
-    code, *_ = run("finetune", base, *options(data, tmp_path / "out"), *more, "--checkpointing", "full", "--json")
+    code, *_ = run("finetune", base, *options(data, tmp_path / "out"), *more, "--checkpointing", "mlp", "--json")
     assert code == 0
     config = adapters.read_adapter(tmp_path / "out").config
     assert (config.r, config.lora_alpha, config.use_rslora, config.lora_dropout) == (4, 12, True, 0.1)
@@ -89,6 +89,8 @@ def test_options_reach_the_adapter(run, base, data, tmp_path):
         (["--private"], 2, "--private is for --push-to"),
         (["--target", "nothing"], 1, "Linear layers of this model: "),
         (["--resume"], 1, "start without --resume"),
+        (["--shard"], 1, "torchrun --nproc-per-node"),
+        (["--checkpointing", "most"], 2, "checkpointing has to be one of none, mlp, full, offload"),
         (["--eval", "/none.jsonl"], 1, "can't read '/none.jsonl'"),
     ],
 )

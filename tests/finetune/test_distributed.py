@@ -6,90 +6,22 @@
 4. What a process learns of a step doesn't depend on how many there are.
 """
 
-import dataclasses
-import json
-import os
-import subprocess
-import sys
-import textwrap
-
 import pytest
 import torch
 from tiny_chat import save_model
+from torchrun import CONFIG, alike, curve, halved, launch
 
 from unweight.finetune import adapters
 from unweight.finetune.batches import Plan
 from unweight.finetune.data import read_dataset
 from unweight.finetune.distributed import Group
-from unweight.finetune.reporting import read_log
-from unweight.finetune.settings import TrainConfig
 from unweight.finetune.training import train
-
-CONFIG = TrainConfig(length=64, batch_size=1, accumulate=4, steps=5, learning_rate=5e-3, warmup=2, save_every=2)
-
-SCRIPT = textwrap.dedent(
-    """
-    import json, os, signal, sys
-    from unweight.finetune import adapters
-    from unweight.finetune.reporting import QuietTraining
-    from unweight.finetune.settings import TrainConfig
-    from unweight.finetune.training import train
-
-    class Stop(QuietTraining):
-        def __init__(self, at):
-            self.at = at
-        def step(self, record):
-            if record.step == self.at:
-                os.kill(os.getpid(), signal.SIGINT)
-
-    base, data, device, config, runs, result = sys.argv[1:]
-    reports = []
-    for run in json.loads(runs):
-        report = train(base, data, run["output"], config=TrainConfig(**json.loads(config)), device=device,
-                       lora=adapters.default_config(4, 8), progress=Stop(run.get("stop", 0)), eval_data=data,
-                       resume=run.get("resume", False))
-        reports.append([report.steps, report.stopped, report.eval_loss, report.tokens])
-    with open(f"{result}-{os.environ['RANK']}", "w") as file:
-        json.dump(reports, file)
-    """
-)
 
 
 @pytest.fixture(scope="module")
 def fp32(tmp_path_factory):
     """fp32, so that sums in another order differ little."""
     return save_model(tmp_path_factory.mktemp("fp32") / "base", dtype="float32")
-
-
-def launch(processes, base, data, folder, runs, *, config=CONFIG, device="cpu"):
-    """Train with `torchrun`, one run after the other in the same processes; what each process reported of each run."""
-    script = folder / "script.py"
-    script.write_text(SCRIPT)
-    command = [
-        sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={processes}", "--rdzv-backend=c10d",
-        "--rdzv-endpoint=localhost:0",  # a free port
-        str(script), str(base), str(data), device, json.dumps(dataclasses.asdict(config)), json.dumps(runs),
-        str(folder / "result"),
-    ]  # fmt: skip
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240, env=environment)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [json.loads((folder / f"result-{rank}").read_text()) for rank in range(processes)]
-
-
-def curve(output):
-    steps, evaluations = read_log(output)
-    return [r["loss"] for r in steps], [r["eval_loss"] for r in evaluations]
-
-
-def alike(a, b, tolerance):
-    assert len(a) == len(b)
-    assert max(abs(x - y) for x, y in zip(a, b, strict=True)) <= tolerance
-
-
-def halved(config):
-    """The same steps for two processes."""
-    return dataclasses.replace(config, accumulate=config.accumulate // 2)
 
 
 # 1. and 2. CPUs

@@ -398,7 +398,7 @@ def test_memory_advice():
     assert "at least 12.0 GiB" in said
     assert "--batch-size 3 --accumulate 3" in said
     assert "--checkpointing full" in said
-    assert "--checkpointing" not in memory_advice(use, **shape, checkpointing="full")
+    assert "--checkpointing offload" in memory_advice(use, **shape, checkpointing="full")
     one = memory_advice(use, batch_size=1, length=2048, accumulation=2, checkpointing="full")
     assert "--length 1536" in one
     assert "--batch-size" not in one
@@ -412,7 +412,7 @@ def test_memory_advice():
         ({"batch_size": 0}, "batch_size has to be at least 1"),
         ({"learning_rate": math.nan}, "learning_rate has to be positive"),
         ({"optimizer": "sgd"}, "one of adamw, adamw8bit"),
-        ({"checkpointing": "some"}, "one of none, full"),
+        ({"checkpointing": "some"}, "one of none, mlp, full, offload"),
         ({"length": 1}, "at least 2"),
     ],
 )
