@@ -78,7 +78,8 @@ def model_on_meta(sizes: dict[str, Any], device: str) -> Any:
     config = transformers.LlamaConfig(**sizes | {"max_position_embeddings": POSITIONS}, use_cache=False)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model.model.rotary_emb = type(model.model.rotary_emb)(config=config, device=device)
+    with torch.device(device):  # its frequencies aren't weights
+        model.model.rotary_emb = type(model.model.rotary_emb)(config=config)
     return model
 
 
